@@ -11,36 +11,36 @@ type agent struct {
 	// Expected is as the API lists it, if listed is set.
 	Expected
 	listed bool
-	// session is not zero while a stream is open. Sessions count up and are never used twice.
+	// session is the number of the open stream, 0 if there is none. Numbers grow and are never
+	// reused.
 	session uint64
 	// lostAt is when the last session ended or, never connected, when the API first listed it.
 	lostAt time.Time
-	// unreadyAt is when its pod was last said to be no longer ready, knownAt when it was first
-	// heard of.
+	// unreadyAt is when the API last reported its pod as no longer ready, knownAt when the agent
+	// became known.
 	unreadyAt, knownAt time.Time
 	life
 	declaration
 	// namespaces are those in which the agent has routed a Service on its present session, "*" all
 	// of them: the releases of their pods are sent to it.
 	namespaces map[string]bool
-	// reports are what it says of single pods, for which that counts instead of upTo.
+	// reports are its reports about single pods. For these pods they count instead of upTo.
 	reports [gates]map[*subject]*received
 	acknowledgement
-	// told is the revision of the last batch that it was told, on any session.
+	// told is the revision of the last batch that was sent to it, on any session.
 	told    uint64
 	breaker breaker
 	entry
-	// former says that some drain may have it in owed.former, concerned that it is in
-	// changes.concerned.
+	// former: some drain may have it in owed.former. concerned: it is in changes.concerned.
 	former, concerned bool
 }
 
-// life is what an agent said when it connected last.
+// life is what an agent offered when it connected last.
 type life struct {
-	// met says that it has had a session, observes that the last one understood [Watch].
+	// met: it has had a session. observes: the last session understood [Watch].
 	met, observes bool
-	// boot is the life of its process, "" if it did not say. left says that this life has left: its
-	// gateway accepts nothing any more.
+	// boot is the life of its process, "" if unknown. left: in this boot the agent has left,
+	// because its gateway accepts no more traffic.
 	boot string
 	left bool
 }
@@ -52,18 +52,18 @@ type declaration struct {
 	routes     map[Service]Route
 }
 
-// received is a report, by whom it is, and as of when it counts.
+// received is a report with its sender and the time as of which it counts.
 type received struct {
 	Report
 	by *agent
 	at time.Time
-	// since is when it first said so, place its index in the list of its subject.
+	// since is when it first reported that, place its index in the list of its subject.
 	since time.Time
 	place int
 }
 
-// Expect sets the whole list of agents that the API says exist. One that is no longer listed and
-// not connected is forgotten.
+// Expect replaces the list of agents that exist according to the API. One that is no longer listed
+// and not connected is forgotten.
 func (l *Ledger) Expect(now time.Time, expected []Expected) {
 	listed := make(map[AgentID]bool, len(expected))
 	for _, e := range expected {
@@ -77,7 +77,7 @@ func (l *Ledger) Expect(now time.Time, expected []Expected) {
 			a.unreadyAt = now
 		}
 		if a.Name != e.Name {
-			l.unindex(a) // lists are in the order of names
+			l.unindex(a) // lists are sorted by name
 		}
 		a.listed, a.Expected = true, e
 		l.index(a)
@@ -102,13 +102,13 @@ type Counts struct {
 	// Expected is how many agents the API lists, without those that have left. Missing is how many
 	// of them have no session here.
 	Expected, Missing int
-	// Suspended is how many agents are.
+	// Suspended is how many agents are suspended.
 	Suspended int
 	// Elsewhere is how many pods other replicas unroute and this one does not.
 	Elsewhere int
 }
 
-// Counts counts.
+// Counts returns these numbers.
 func (l *Ledger) Counts() Counts {
 	c := l.total
 	for uid := range l.elsewhere {
@@ -119,17 +119,17 @@ func (l *Ledger) Counts() Counts {
 	return c
 }
 
-// Hello is what an agent says of itself when it connects.
+// Hello is how an agent introduces itself when it connects.
 type Hello struct {
-	// Boot names the life of its process. In another life than that which left, or in one without a
-	// name, its gateway may accept again, and it must acknowledge.
+	// Boot names the life of its process. An agent that left and connects with another boot, or
+	// with none, must acknowledge again: its gateway may accept traffic again.
 	Boot string
-	// Observes says that it understands [Watch]: one that does not cannot be asked at the barrier.
+	// Observes: the agent understands [Watch]. One that does not cannot be asked at the barrier.
 	Observes bool
 }
 
-// Connect opens a session for an agent and ends its former one, if any. What was reported before is
-// void.
+// Connect opens a session for an agent and ends its former one, if any, which voids all earlier
+// reports.
 func (l *Ledger) Connect(now time.Time, id AgentID, h Hello) (session uint64) {
 	a := l.agent(now, id)
 	if a.left && (h.Boot == "" || h.Boot != a.boot) {
@@ -151,9 +151,9 @@ func (l *Ledger) Connect(now time.Time, id AgentID, h Hello) (session uint64) {
 	return a.session
 }
 
-// Disconnect ends a session. What was reported on it is void. A session that was ended by a newer
-// one changes nothing. An agent that the API does not list has as long to come back as one that is
-// not ready: its gateway does not stop routing with the stream.
+// Disconnect ends a session, which voids the reports on it. It changes nothing if a newer session
+// has replaced this one. An agent that the API does not list has as long to reconnect as one that
+// is not ready, because its gateway keeps routing after the stream ends.
 func (l *Ledger) Disconnect(now time.Time, id AgentID, session uint64) {
 	a := l.agents[id]
 	if a == nil || a.session != session {
@@ -171,13 +171,13 @@ func (l *Ledger) Current(id AgentID, session uint64) bool {
 	return a != nil && session != 0 && a.session == session
 }
 
-// Declare sets the whole of what an agent's gateway routes. repeat reports whether that is another
-// than before: then ask [Ledger.ChangesFor] with 0, because the agent must be told of the open
-// drains of that before it programs its gateway. ok is false, and nothing changed, if session is
-// not the agent's open one. An agent that no longer names any Service of an open drain that it had
-// to acknowledge must still do so, or leave. population names the agents of which a sample may be
-// asked at the barrier instead of all: [Nodes]. Agents of another one, such as the replicas of one
-// gateway, are all asked.
+// Declare replaces the list of what an agent's gateway routes. repeat reports whether the list
+// differs from the one before: then call [Ledger.ChangesFor] with 0, because the agent must learn
+// of the open drains of these Services before it programs its gateway. ok is false, and nothing
+// changed, if session is not the agent's open one. An agent that no longer names any Service of an
+// open drain that it had to acknowledge must still do so, or leave. population names the agents of
+// which a sample may be asked at the barrier instead of all: [Nodes]. Agents of another one, such
+// as the replicas of one gateway, are all asked.
 func (l *Ledger) Declare(id AgentID, session uint64, population string, routes []Route) (repeat, ok bool) {
 	if !l.Current(id, session) {
 		return false, false
@@ -192,7 +192,7 @@ func (l *Ledger) Declare(id AgentID, session uint64, population string, routes [
 		}
 	})
 	if a.population != population {
-		l.unindex(a) // it is asked, or not, for another reason
+		l.unindex(a) // the reason for which it is asked, or not, has changed
 	}
 	a.declared, a.left, a.population = true, false, population
 	l.recount(a)
@@ -221,10 +221,10 @@ func (l *Ledger) Declare(id AgentID, session uint64, population string, routes [
 	return repeat, true
 }
 
-// Leave records that an agent's gateway accepts nothing any more, so that nothing is sent to any
-// pod through it: no drain owes the agent from now on, until it declares again or connects in
-// another life. ok is false, and nothing changed, if session is not its open one. That an agent is
-// told to stop is no reason to say so: its gateway outlives it.
+// Leave records that an agent's gateway accepts no more traffic, so that nothing reaches a pod
+// through it. The agent need not acknowledge any drain until it declares again or connects with
+// another boot. ok is false, and nothing changed, if session is not its open one. An agent must not
+// leave only because it is asked to stop: its gateway outlives it.
 func (l *Ledger) Leave(id AgentID, session uint64) (ok bool) {
 	if !l.Current(id, session) {
 		return false
@@ -265,8 +265,8 @@ func (l *Ledger) forget(a *agent) {
 	l.slots[a.slot] = nil
 }
 
-// keepReport keeps the first that a says of a pod, which is one of so many, dropReport forgets what
-// it last said, and dropReports all that it has.
+// keepReport stores r as a's report about a pod, one of many, dropReport deletes it, and
+// dropReports deletes all reports of a.
 func (l *Ledger) keepReport(asOf time.Time, a *agent, r Report, many int) *received {
 	of := l.subjects[r.UID]
 	if a.reports[r.Gate] == nil {
@@ -297,8 +297,8 @@ func (l *Ledger) dropReports(a *agent) {
 	a.void()
 }
 
-// CouldRoute reports whether some agent may route one of services: it declared so, or has not been
-// heard.
+// CouldRoute reports whether some agent may route one of services: it declared so, or has not
+// declared anything yet.
 func (l *Ledger) CouldRoute(services []Service) bool {
 	if len(l.everything[AtHold]) > 0 {
 		return true
@@ -325,9 +325,9 @@ func (a *agent) mayKnow(d *drain) bool {
 	return former || a.namespaces["*"] || a.namespaces[d.pod.Namespace]
 }
 
-// mayBeAsked says whether a routes the pod of d so that it mayBeAsked be asked at a gate: an agent
-// that has not declared mayBeAsked route everything, except that its label mayBeAsked say at which
-// gate alone. One that has left routes nothing.
+// mayBeAsked reports whether a routes the pod of d in such a way that it may be asked at a gate. An
+// agent that has not declared may route everything, but its label may restrict it to one gate. An
+// agent that has left routes nothing.
 func (a *agent) mayBeAsked(g Gate, d *drain) bool {
 	if a.mayBeAskedAll(g) {
 		return true
@@ -346,13 +346,13 @@ func (a *agent) mayBeAsked(g Gate, d *drain) bool {
 	return false
 }
 
-// canBeAsked says whether a canBeAsked be asked at a gate at all. One that was never heard may be
-// able to.
+// canBeAsked reports whether a can be asked at a gate at all. An agent that has never connected may
+// be able to.
 func (a *agent) canBeAsked(g Gate) bool {
 	return !a.left && (g == AtHold || a.observes || !a.met)
 }
 
-// mayBeAskedAll says whether a may be asked at a gate about every Service.
+// mayBeAskedAll reports whether a may be asked at a gate about every Service.
 func (a *agent) mayBeAskedAll(g Gate) bool {
 	switch {
 	case !a.canBeAsked(g):

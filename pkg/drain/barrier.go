@@ -14,69 +14,70 @@ import (
 )
 
 // The barrier is the second gate of a pod: it is asked for when the pod is terminating and its
-// containers wait to be told to stop. It is a drain like that at the hold, with the same levels,
-// freshness, sessions and suspensions, and differs in these points.
+// containers wait to be told to stop. It is a drain like the one at the hold, with the same levels,
+// freshness, sessions and suspensions. It differs in the following points.
 //
-// The agents that observe are asked ([Watch]), and the directed agents that had not stopped routing
-// to the pod when the drain at the hold ended here: the deletion did not wait, or did not wait for
+// The agents that observe are asked ([Watch]), and also the directed agents that had not stopped
+// routing to the pod when the drain at the hold ended here, because the deletion did not wait for
 // them. Without such a drain, all directed agents are asked. Directed agents are told by an
 // ordinary Open and do not name a gate.
 //
-// A gateway that has nobody else to send to goes on sending to a terminating pod (KEP-1669). It is
-// asked to be quiet then, not to let go, and the drain is released with the reason LastTarget.
-// Whether that is so, agents cannot know: one whose kernel is late sees the last target of a
-// Service that has another one. So a report of Kept or Routing counts for more only while the
-// replica sees no other ready endpoint ([Barrier.Last]), and has seen none for [lastSettle],
-// because the replica may be late too. It may not know yet of a Service that lists a young pod, so
-// Routing counts for no more until it must have learned of that. Agents report one state for all
-// Services. If only some Services have no other endpoint, Routing may be said of the others, and
-// Kept alone counts ([Barrier.LastOne]).
+// A gateway that has no other endpoint keeps sending to a terminating pod (KEP-1669). It is then
+// only asked to be idle, and the drain is released with the reason LastTarget. An agent cannot know
+// whether this is the case: if its kernel is late, it sees a last target where the Service has
+// another one. So a report of Kept or Routing is accepted only while the replica sees no other
+// ready endpoint ([Barrier.Last]), and has seen none for [lastSettle], because the replica may be
+// late too. The replica may also not know yet of a Service that lists a young pod, so Routing is
+// not accepted until it must have learned of that. Agents report one state for all Services. If
+// only some of the Services have no other endpoint, Routing may be about the others, and only Kept
+// is accepted ([Barrier.LastOne]).
 //
-// A gateway that has not heard yet that a pod is ready looks as if it had let go of it, and will
-// send to it when it hears. So the word of one that was not seen to send to the pod while the
-// barrier stood counts only when it must have heard ([Barrier.Young]).
+// A gateway that has not learned yet that a pod is ready looks like one that has removed it, and
+// sends to it as soon as it learns. So a report by an agent whose gateway was not seen to send to
+// the pod during the barrier counts only once the gateway must have learned of it
+// ([Barrier.Young]).
 //
-// Waits that Services state for those who can never acknowledge run beside the acknowledgements,
-// from the deletion on, and so does the wait for agents that were not in the sample.
+// Waits that Services state for consumers that can never acknowledge run in parallel with the
+// acknowledgements, from the deletion on. So does the wait for agents that were not in the sample.
 //
-// It is over when the pod does not exist any more ([Ledger.GatePassed]), and forgotten when no call
-// can wait for it any more.
+// The barrier ends when the pod does not exist any more ([Ledger.GatePassed]), and is forgotten
+// when no call can wait for it.
 
 // Barrier is what the agent on the pod's node asks for, with what the replica knows of the pod.
 type Barrier struct {
 	Pod Pod
 	// By is the agent that asks.
 	By AgentID
-	// Services are those that list the pod, or did lately.
+	// Services are those that list the pod, or recently did.
 	Services []Service
 	// Targets are the pod's addresses.
 	Targets []netip.AddrPort
-	// Since is the deletion, Bound how long after it nobody waits any more.
+	// Since is the time of the deletion, Bound how long after it the wait ends.
 	Since time.Time
 	Bound time.Duration
-	// Observe says that nothing waits: directed agents are asked to watch the pod too and are not
-	// told to exclude it, and no agent is suspended for its silence. See [Ledger.EndObserved].
+	// Observe: nothing waits. Directed agents are also asked to watch the pod, not to exclude it,
+	// and no agent is suspended for not answering. See [Ledger.EndObserved].
 	Observe bool
 	// Stated is the longest wait, from the deletion on, that one of Services states.
 	Stated time.Duration
-	// Last says that in no Service gateways have another endpoint to send to, so that they may go
-	// on sending to the pod. LastOne says so of some Services, and that in each of the others every
-	// gateway knows another endpoint: one that says Kept sends to the pod in the former alone.
-	// LastHere is LastOne for the pod's node, by the traffic policy of a Service: only the agent
-	// that asks is taken at its word.
+	// Last: in no Service do gateways have another endpoint, so that they may keep sending to the
+	// pod. LastOne: this is so in some of the Services, and in each of the others every gateway
+	// knows another endpoint, so that a report of Kept is about the former only. LastHere is
+	// LastOne for the pod's node, by the traffic policy of a Service: only the report of the agent
+	// that asks is accepted.
 	Last, LastOne, LastHere bool
-	// Young is how long after the deletion a gateway may still not have heard that the pod is
+	// Young is how long after the deletion a gateway may still not have learned that the pod is
 	// ready.
 	Young time.Duration
 }
 
-// barrier is what a drain has at the barrier besides.
+// barrier is the additional state of a drain at the barrier.
 type barrier struct {
 	by      AgentID
 	bound   time.Duration
 	targets []netip.AddrPort
 	stated  time.Duration
-	// observe is as in Barrier. inFlight says that an agent has reported so.
+	// observe is as in Barrier. inFlight: an agent has reported connections in flight.
 	observe, inFlight bool
 	// rest is the wait for the nodes that are not in sample. Nil: all are asked.
 	rest   time.Duration
@@ -85,38 +86,38 @@ type barrier struct {
 	// pod when its drain at the hold ended here with the pod. That drain keeps them until the
 	// barrier is opened. Nil: there was no such drain.
 	removedBy bits
-	// last, lastOne and lastHere are as in Barrier, each at the time since which it is so; zero: it
-	// is not.
+	// last, lastOne and lastHere are as in Barrier, each as the time since which it is true; zero:
+	// it is not.
 	last, lastOne, lastHere time.Time
-	// young is as in Barrier: the longest that was told.
+	// young is as in Barrier: the longest of the calls.
 	young time.Duration
 }
 
 const (
-	// lastSettle is how long no endpoint must be ready until gateways may keep the pod.
+	// lastSettle is how long no endpoint must have been ready before gateways may keep the pod.
 	lastSettle = time.Second
 )
 
-// sample is which nodes are asked, and learnt how long those take that are.
+// sample chooses which nodes are asked, and learns how long these take.
 type sample struct {
 	scope    Scope
 	sampling Sampling
 	learnt   durations
 }
 
-// Sampling says when ScopeAuto and ScopeQuorum ask a sample of the nodes.
+// Sampling configures when ScopeAuto and ScopeQuorum ask only a sample of the nodes.
 type Sampling struct {
-	// AllUpTo is how many ScopeAuto asks, Size how many ScopeQuorum asks, and Learn from how many
-	// times it knows how long the others take.
+	// AllUpTo is up to how many nodes ScopeAuto asks all, Size how many nodes ScopeQuorum asks, and
+	// Learn how many measured times are needed to predict those of the others.
 	AllUpTo, Size, Learn int
 }
 
-// DefaultSampling is that of clusters. Worlds that are smaller have another.
+// DefaultSampling is the sampling for real clusters. Tests with fewer agents use another.
 func DefaultSampling() Sampling { return Sampling{AllUpTo: 200, Size: 50, Learn: 1000} }
 
 // OpenBarrier opens the barrier of a pod that is terminating, or joins the one that is open, and
-// returns its status. Its deadline may be brought forward, never put back. The barrier of a pod
-// that is gone stays closed: PodDeleted.
+// returns its status. Its deadline may become earlier, never later. The barrier of a deleted pod
+// stays Closed, with the reason PodDeleted.
 func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 	l.GatePassed(now, AtHold, b.Pod.UID)
 	d := l.drain(b.Pod, AtBarrier)
@@ -137,7 +138,7 @@ func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 			removedBy: h.barrier.removedBy, observe: b.Observe,
 		}
 		if h.reason != PodDeleted {
-			// Nothing opens it from now on: what comes to be asked about this pod, is asked here.
+			// It is not opened again: all later questions about this pod belong to the barrier.
 			l.close(now, h, PodDeleted)
 			h.barrier.removedBy = nil
 		}
@@ -153,7 +154,7 @@ func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 	}
 	l.serve(d, b.Services)
 	if is.by != b.By {
-		is.by = b.By // its agent came anew
+		is.by = b.By // its agent has reconnected
 		if is.sample != nil {
 			is.sample[b.By] = struct{}{}
 		}
@@ -172,7 +173,7 @@ func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 	return l.status(now, d)
 }
 
-// updateContext takes in what is known of other endpoints.
+// updateContext records what is known of other endpoints.
 func (l *Ledger) updateContext(now time.Time, d *drain, b Barrier) {
 	for _, of := range []struct {
 		since *time.Time
@@ -189,13 +190,13 @@ func (l *Ledger) updateContext(now time.Time, d *drain, b Barrier) {
 	}
 }
 
-// removedBy lists the agents that have let go of the pod of d, at the hold. Others may route one of
-// its Services that was not known then to list the pod.
+// removedBy returns the agents that have acknowledged d, at the hold. Other agents may route a
+// Service that was not known then to list the pod.
 func (l *Ledger) removedBy(now time.Time, d *drain) bits {
 	letGo := bits{}.cleared(len(l.slots))
 	said := l.reportsOn(d)
 	for _, a := range l.owing(d) {
-		// A gateway that keeps the last target lets go of it when the pod is terminating.
+		// A gateway that keeps the last target drops it when the pod is terminating.
 		if state, last, _ := l.stateOf(now, said[a.slot], d); state >= Removed && !last {
 			letGo.set(a.slot)
 		}
@@ -227,7 +228,7 @@ func (l *Ledger) draw(d *drain) {
 		_, _ = io.WriteString(h, string(d.pod.UID)+" "+string(a.ID)) // cannot fail
 		ranks[a] = h.Sum64()
 	}
-	// Those who are here first: of the others nobody knows whether they are.
+	// Connected agents first: the others may not exist any more.
 	slices.SortFunc(all, func(x, y *agent) int {
 		away := number(x.session == 0) - number(y.session == 0)
 		return cmp.Or(away, cmp.Compare(ranks[x], ranks[y]), cmp.Compare(x.ID, y.ID))
@@ -259,9 +260,9 @@ func (a *agent) owesBarrier(d *drain) bool {
 	return !b.removedBy.has(a.slot)
 }
 
-// EndObserved ends what was observed of a pod whose deletion did not wait, and reports whether an
-// agent had something in flight to it. Agents stop watching, and clean nothing away: the pod may be
-// there still.
+// EndObserved ends the observation of a pod whose deletion did not wait, and reports whether an
+// agent had something in flight to it. Agents stop watching and delete nothing, because the pod may
+// still exist.
 func (l *Ledger) EndObserved(now time.Time, uid UID) (inFlight bool) {
 	d := l.at(AtBarrier, uid)
 	if d == nil || !d.open || !d.barrier.observe {
@@ -271,13 +272,13 @@ func (l *Ledger) EndObserved(now time.Time, uid UID) (inFlight bool) {
 	return d.barrier.inFlight
 }
 
-// directs reports whether a is told of an open barrier of s by an Open.
+// directs reports whether a learns of an open barrier of s by an Open.
 func (s *subject) directs(a *agent) bool {
 	d := s.drains[AtBarrier]
 	return d != nil && d.open && a.gateOf(d) == AtHold && a.owesBarrier(d)
 }
 
-// gateOf is that at which a speaks of d.
+// gateOf returns the gate of a's reports about d.
 func (a *agent) gateOf(d *drain) Gate {
 	if d.gate == AtBarrier && (d.barrier.observe || a.mayBeAsked(AtBarrier, d)) {
 		return AtBarrier
@@ -285,7 +286,7 @@ func (a *agent) gateOf(d *drain) Gate {
 	return AtHold
 }
 
-// opened is d as agents are told of it, those that observe or the others.
+// opened returns d as it is sent to agents: as a Watch if observed, else as an Open.
 func (l *Ledger) opened(d *drain, observed bool) Open {
 	o := Open{Pod: d.pod, Since: d.since, Number: d.number}
 	if observed {
@@ -297,7 +298,7 @@ func (l *Ledger) opened(d *drain, observed bool) Open {
 	return o
 }
 
-// about finds the drain of which a says r.
+// about returns the drain that the report r of a is about.
 func (s *subject) about(a *agent, r Report) *drain {
 	if s == nil {
 		return nil
@@ -314,7 +315,7 @@ func (s *subject) about(a *agent, r Report) *drain {
 }
 
 // lastIn reports whether the pod of d has no other target in any of the Services in which a gateway
-// keeps it, as named by [Report.Kept]. A target that is dead is none.
+// keeps it, as named by [Report.Kept]. A deleted target does not count.
 func (l *Ledger) lastIn(d *drain, kept string) bool {
 	for name := range strings.SplitSeq(kept, ",") {
 		namespace, name, _ := strings.Cut(name, "/")
@@ -336,8 +337,8 @@ func (d *drain) tooEarly(r *received) bool {
 		r.at.Before(d.since.Add(d.barrier.young))
 }
 
-// barrierState is the state for which r counts in d, whether that is more than it says, and, if
-// time alone may change that, when.
+// barrierState returns the state that r counts as in d, whether it is accepted because the pod is
+// the last target and, if time alone may change that, when.
 func (l *Ledger) barrierState(now time.Time, d *drain, r *received) (state State, last bool, until time.Time) {
 	if r.Gate != d.gate {
 		return r.State, false, time.Time{}
@@ -374,7 +375,7 @@ func (l *Ledger) barrierState(now time.Time, d *drain, r *received) (state State
 	return Removed, true, time.Time{}
 }
 
-// length is how long d lasts at most.
+// length returns how long d lasts at most.
 func (l *Ledger) length(d *drain) time.Duration {
 	if d.gate == AtBarrier {
 		return d.barrier.bound
@@ -382,7 +383,7 @@ func (l *Ledger) length(d *drain) time.Duration {
 	return l.times.Deadline
 }
 
-// stated adds to the status of a barrier what is waited for besides acknowledgements.
+// stated adds to the status of a barrier the waits that do not depend on acknowledgements.
 func (l *Ledger) stated(now time.Time, d *drain, s Status) Status {
 	s.Stated = max(d.barrier.stated, d.barrier.rest)
 	if d.barrier.rest > 0 {
@@ -402,8 +403,8 @@ func (l *Ledger) stated(now time.Time, d *drain, s Status) Status {
 	return s
 }
 
-// ReadyAgain records that the pod has become ready at a moment after its drain for a restart
-// ([Place]) began, which ends with that. It reports whether there was such a one.
+// ReadyAgain records that the pod became ready at a time. If that is after its drain for a restart
+// ([Place]) began, the drain ends. It reports whether one did.
 func (l *Ledger) ReadyAgain(now time.Time, uid UID, ready time.Time) bool {
 	d := l.at(AtHold, uid)
 	if d == nil || !d.open || !d.restart || !ready.After(d.begun) || d.inFlight > 0 {
@@ -413,7 +414,7 @@ func (l *Ledger) ReadyAgain(now time.Time, uid UID, ready time.Time) bool {
 	return true
 }
 
-// durations is a histogram of how long things take, which forgets what is old.
+// durations is a histogram of durations in which old values lose weight.
 type durations struct {
 	n       int
 	buckets [64]int
@@ -422,7 +423,7 @@ type durations struct {
 const (
 	durationFirst  = 10 * time.Millisecond
 	durationGrowth = 1.2
-	// maxDurations is when the weight of what was learnt is halved.
+	// maxDurations is when the weight of the values so far is halved.
 	maxDurations = 20_000
 )
 
@@ -442,7 +443,8 @@ func (h *durations) add(d time.Duration) {
 	}
 }
 
-// percentile is a time that at least that share does not exceed, 20 % more than needed at most.
+// percentile returns a time that at least share of the values do not exceed. It is at most 20 % too
+// high.
 func (h *durations) percentile(share float64) time.Duration {
 	need := int(math.Ceil(share * float64(h.n)))
 	for i, n := range h.buckets {
@@ -453,8 +455,8 @@ func (h *durations) percentile(share float64) time.Duration {
 	return time.Duration(math.MaxInt64)
 }
 
-// learn takes in how long the gateway of a has taken to let go, if r, after had, is the first that
-// says so.
+// learn records how long the gateway of a took to stop routing, if r is its first report of that,
+// after had.
 func (l *Ledger) learn(now time.Time, a *agent, d *drain, had State, r Report) {
 	if r.State >= Removed && had < Removed && a.sampled() && a.gateOf(d) == AtBarrier && now.Before(l.deadline(d)) {
 		l.learnt.add(now.Sub(d.since))

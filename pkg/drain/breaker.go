@@ -9,79 +9,75 @@ import (
 // StrikesOut is how many drains in a row an agent lets expire before it is suspended.
 const StrikesOut = 3
 
-// TrialEvery is the time in which one drain waits for an agent that is suspended.
+// TrialEvery is the interval in which one drain waits for a suspended agent.
 const TrialEvery = 5 * time.Second
 
-// breaker is what keeps an agent that does not answer from delaying every deletion by the whole
-// deadline.
+// breaker keeps an agent that does not answer from delaying every deletion by the whole deadline.
 //
-// A strike is a drain that ended by its deadline while the agent owed it and had said neither
-// Removed nor Idle. Three in a row open the breaker: the agent is suspended, which means that it is
-// told of drains and not waited for. An acknowledgement in time, of any drain, wipes the strikes
-// out and ends the suspension.
+// A strike is a drain that reached its deadline while the agent had to acknowledge it and had
+// reported neither Removed nor Idle. Three in a row open the breaker: the agent is suspended, which
+// means that it still learns of drains but they do not wait for it. An acknowledgement of any drain
+// in time clears the strikes and ends the suspension.
 //
-// In a row means one after the other. Drains that expire at one moment are one failure seen many
-// times, and so are those that overlap: a drain counts only if it was begun here after the last one
-// that counted had expired, so that to be suspended takes three whole deadlines of silence, whether
-// one pod is deleted or a hundred. Nor does a drain count for which the agent was not given at
-// least half a deadline: one that this replica met late, one that goes on with the little time that
-// an abandoned one has left, one that was older than the agent, or one that had waited for room
-// until late.
+// "In a row" means one after the other. Drains that expire at the same moment, or that overlap, are
+// one failure seen many times. So a drain counts only if it began here after the last counted one
+// had expired: a suspension takes three whole deadlines of silence, whether one pod is deleted or a
+// hundred. A drain does not count either if the agent was not given at least half a deadline for
+// it: because this replica learned of the agent or of the drain late, because an abandoned drain
+// had used up the time, or because the drain was queued for long.
 //
-// What does not count: Kept, which is an answer, as is the word on a young pod that is not believed
-// yet, and Removed without Idle, which is the clients' doing. What does not reset: a new session
-// and a new life of the agent. One that crashes every twenty seconds answers nothing either.
+// Some answers are no strikes: Kept, a report about a young pod that is not accepted yet, and
+// Removed without Idle, which is up to the clients. A new session and a new boot of the agent do
+// not clear strikes: an agent that crashes every twenty seconds answers nothing either.
 //
-// This replica may be cut off. That is assumed while most of the agents that the API lists have no
-// stream here: no drain then counts for an agent that lost its stream, drains wait for the
-// deadline, and another replica may hear what this one cannot. What another replica has counted is
-// believed even then. An agent that never connected here is suspended all the same: its CA bundle,
-// its token or a NetworkPolicy is wrong, and it may never come. An agent that is connected and does
-// not answer is suspended even if it is the only one, and even if all are: the drains are then
-// released with the reason Suspended, which people are warned of.
+// This replica may be cut off. It assumes that while most of the agents that the API lists have no
+// stream here: then no drain counts for an agent that lost its stream, drains wait for the
+// deadline, and another replica may receive what this one cannot. Strikes that another replica
+// counted are accepted even then. An agent that never connected here is suspended all the same: its
+// CA bundle, its token or a NetworkPolicy is wrong, and it may never connect. An agent that is
+// connected and does not answer is suspended even if it is the only one, and even if all are. The
+// drains are then released with the reason Suspended, about which operators are warned.
 //
-// A drain that does not wait for an agent is closed before the agent can acknowledge it. So one
-// drain in each [TrialEvery] of the clock waits for a suspended agent, less than one hold. Agents
-// that are suspended share that drain, and so do replicas. For agents that need longer, the breaker
-// closes by half after the memory bound: the agent is waited for again, and one more strike
-// suspends it again.
+// A drain that does not wait for an agent is closed before the agent can acknowledge it. So in each
+// [TrialEvery] one drain waits for a suspended agent, for less than one hold. All suspended agents
+// share that drain, and so do replicas. For agents that need longer, the breaker half-closes after
+// the memory bound: drains wait for the agent again, and one more strike suspends it again.
 type breaker struct {
 	strikes int
 	// since is when the first of these drains was opened, struckAt when the last of them expired.
 	since, struckAt time.Time
-	// clearedAt is when the agent last acknowledged a drain in time here, or was given another
-	// chance.
+	// clearedAt is when the agent last acknowledged a drain in time here, or was readmitted.
 	clearedAt time.Time
-	// open means suspended.
+	// open: the agent is suspended.
 	open bool
-	// trial is the number of the drain that last waited for the agent while it was suspended. It
-	// was told of that drain in the TrialEvery that began at triedAt.
+	// trial is the number of the drain that last waited for the agent while it was suspended. That
+	// drain was sent to it in the TrialEvery that began at triedAt.
 	trial   uint64
 	triedAt time.Time
 }
 
-// Suspension says that an agent was suspended, or, if Over, that it is waited for again.
+// Suspension is the start of an agent's suspension or, if Over, its end.
 type Suspension struct {
 	Agent AgentID
 	Name  string
 	Over  bool
-	// Acknowledged says that it is over because the agent acknowledged a drain in time. Otherwise
-	// it gets another chance.
+	// Acknowledged: it ended because the agent acknowledged a drain in time. Otherwise it ended by
+	// time.
 	Acknowledged bool
 }
 
-// Suspensions returns the agents that were suspended or are no longer, since it was last called.
+// Suspensions returns the suspensions that began or ended since it was last called.
 func (l *Ledger) Suspensions() []Suspension {
 	all := l.suspensions
 	l.suspensions = nil
-	// What happens at one moment happens in no order.
+	// Those of the same moment come from a map: in no order.
 	slices.SortStableFunc(all, func(a, b Suspension) int { return cmp.Compare(a.Agent, b.Agent) })
 	return all
 }
 
-// expire notes who was silent when the deadline of d passed. It does so once for each drain, and
-// before anything else that happens after the deadline: a late acknowledgement does not undo that
-// the deletion had to go on without.
+// expire records which agents were silent when the deadline of d passed. It does so once for each
+// drain, and before anything else that happens after the deadline: a late acknowledgement does not
+// undo that the deletion had to continue without it.
 func (l *Ledger) expire(now time.Time, d *drain) {
 	if !d.open || d.expired || now.Before(l.deadline(d)) {
 		return
@@ -96,19 +92,19 @@ func (l *Ledger) expire(now time.Time, d *drain) {
 	for _, w := range s.Waiting {
 		a := l.agents[w.Agent]
 		if r := said[a.slot]; r != nil && r.State >= Removed && l.fresh(now, r) {
-			continue // it has answered: that this does not count yet, for the pod is young, is not its fault
+			continue // it has answered: that the answer does not count yet for a young pod is not its fault
 		}
 		if d.gate == AtBarrier && a.sampled() && w.Connected && w.State < Removed {
-			l.learnt.add(l.length(d)) // it takes that long at least
+			l.learnt.add(l.length(d)) // its gateway takes at least that long
 		}
-		// Of a drain that is queued nobody was told.
+		// No agent has learned of a drain that is queued.
 		if !d.queued && w.State < Removed && w.State != Kept {
 			l.strike(a, d)
 		}
 	}
 }
 
-// strike counts that a let d expire, if it is to be counted.
+// strike counts d as a strike of a, if it counts.
 func (l *Ledger) strike(a *agent, d *drain) {
 	over := l.deadline(d)
 	mayBeCutOff := a.session == 0 && a.met && 2*l.total.Missing > l.total.Expected
@@ -123,15 +119,15 @@ func (l *Ledger) strike(a *agent, d *drain) {
 	l.judge(a)
 }
 
-// judge suspends a if it has let enough drains expire.
+// judge suspends a if it has enough strikes.
 func (l *Ledger) judge(a *agent) {
 	if a.breaker.strikes >= StrikesOut && !a.breaker.open {
 		l.suspend(a, Suspension{Agent: a.ID, Name: a.Name})
 	}
 }
 
-// Silence is an agent that let drains expire, as one replica tells it to another. One denial
-// denies, so replicas that do not agree would all wait for it.
+// Silence is an agent's strikes as one replica sends them to another. One denial denies a deletion,
+// so replicas with different suspensions would all wait for the agent.
 type Silence struct {
 	Agent AgentID `json:"agent"`
 	// Strikes is how many drains in a row it let expire. SinceMillis is how long ago the first of
@@ -139,12 +135,12 @@ type Silence struct {
 	Strikes     int   `json:"strikes"`
 	SinceMillis int64 `json:"sinceMillis"`
 	LastMillis  int64 `json:"lastMillis"`
-	// Met says that the agent ever connected there.
+	// Met: the agent has connected there at least once.
 	Met bool `json:"met,omitempty"`
 }
 
-// silences is what another replica is told. An agent that never connected here may well be
-// connected there.
+// silences returns what other replicas receive about agents that did not answer. An agent that
+// never connected here may well be connected there.
 func (l *Ledger) silences(now time.Time) []Silence {
 	all := []Silence{}
 	for id, a := range l.agents {
@@ -157,9 +153,9 @@ func (l *Ledger) silences(now time.Time) []Silence {
 	return all
 }
 
-// believe takes over the strikes that another replica has counted, if they are more than were
-// counted here and the agent has acknowledged nothing here since the first of those drains was
-// opened there. Of an agent that connected here, one to which it never did knows nothing.
+// believe adopts the strikes that another replica has counted, if they are more than were counted
+// here and the agent has acknowledged nothing here since the first of those drains was opened
+// there. A replica to which an agent never connected has no say about an agent that connected here.
 func (l *Ledger) believe(now time.Time, silences []Silence) {
 	for _, s := range silences {
 		a := l.agents[s.Agent]
@@ -175,7 +171,7 @@ func (l *Ledger) believe(now time.Time, silences []Silence) {
 	}
 }
 
-// acknowledged notes that a acknowledged a drain in time.
+// acknowledged records that a acknowledged a drain in time.
 func (l *Ledger) acknowledged(now time.Time, a *agent) {
 	a.breaker.strikes, a.breaker.clearedAt = 0, now
 	if a.breaker.open {
@@ -183,7 +179,7 @@ func (l *Ledger) acknowledged(now time.Time, a *agent) {
 	}
 }
 
-// readmit gives agents that were suspended long ago another chance.
+// readmit ends the suspensions of agents that were suspended long ago.
 func (l *Ledger) readmit(now time.Time) {
 	if l.total.Suspended == 0 {
 		return
@@ -196,8 +192,8 @@ func (l *Ledger) readmit(now time.Time) {
 	}
 }
 
-// told records that agents are told of d from now on. d waits for those agents that are suspended
-// and were not waited for lately, if they are connected: without a stream they cannot answer.
+// told records that agents learn of d from now on. d waits for those suspended agents that no drain
+// waited for lately, if they are connected: without a stream they cannot answer.
 func (l *Ledger) told(now time.Time, d *drain) {
 	d.toldAt = now
 	if began := now.Truncate(TrialEvery); l.total.Suspended > 0 {
@@ -211,8 +207,9 @@ func (l *Ledger) told(now time.Time, d *drain) {
 }
 
 // waived reports whether d does not wait for a because a is suspended and, if d still does, until
-// when. That is less than a hold, so that a call which waits for d is answered by its end. An agent
-// that owed d at its deadline owes it still, so that the drain which suspends an agent names it.
+// when. That is less than a hold, so that a call that waits for d is answered by its end. An agent
+// that had to acknowledge d at its deadline still has to, so that the drain that suspends an agent
+// names it.
 func (l *Ledger) waived(now time.Time, a *agent, d *drain) (waived bool, until time.Time) {
 	if !a.breaker.open || d.expired {
 		return false, time.Time{}

@@ -5,20 +5,20 @@ import (
 	"slices"
 )
 
-// changes says what has changed, and for whom, since it was last asked.
+// changes records what has changed, and for which agents, since it was last read.
 type changes struct {
-	// log holds the drains in the order of their last change that agents must hear of, the newest
+	// log has the drains in the order of their last change that agents must receive, the newest
 	// first.
 	log *list.List
 	rev uint64
 	// touched are the pods whose drains may have another status.
 	touched [gates]map[UID]bool
-	// concerned are the agents that must hear at once of what changed, each once.
+	// concerned are the agents that must receive what changed immediately, each once.
 	concerned []*agent
 	// suspensions are those that began or ended.
 	suspensions []Suspension
-	// batch is what was told last, made how many batches there were, and telling what an agent is
-	// told now.
+	// batch is the last batch, made how many batches there were, and telling what the next agent is
+	// to receive.
 	batch   *batch
 	made    uint64
 	telling []telling
@@ -30,7 +30,7 @@ type logged struct {
 	element *list.Element
 }
 
-// change notes that there is something to send about d, to owing at once.
+// change records that there is something to send about d, to owing immediately.
 func (c *changes) change(d *drain, owing []*agent) {
 	c.rev++
 	d.rev = c.rev
@@ -45,13 +45,13 @@ func (c *changes) change(d *drain, owing []*agent) {
 	}
 }
 
-// touch notes that the status of d may have changed.
+// touch records that the status of d may have changed.
 func (c *changes) touch(d *drain) {
 	d.blocked = 0
 	c.touched[d.gate][d.pod.UID] = true
 }
 
-// concern notes that there is something to send to a. See [Ledger.Affected].
+// concern records that there is something to send to a. See [Ledger.Affected].
 func (c *changes) concern(a *agent) {
 	if a.session != 0 && !a.concerned {
 		a.concerned = true
@@ -59,7 +59,7 @@ func (c *changes) concern(a *agent) {
 	}
 }
 
-// touchFor touches the drains that a may owe.
+// touchFor touches the drains that a may have to acknowledge.
 func (l *Ledger) touchFor(a *agent) {
 	if a.inEverything[AtHold] || a.inEverything[AtBarrier] || a.former {
 		l.each(func(d *drain) {
@@ -99,8 +99,8 @@ func (l *Ledger) Changed(gate Gate) []UID {
 }
 
 // Affected returns the agents for which [Ledger.ChangesFor] may have something that cannot wait,
-// since it was last called. Of drains that ended and that they did not owe, the others hear
-// whenever they next ask.
+// since it was last called. Other agents receive the ends of drains that they did not have to
+// acknowledge when they next ask.
 func (l *Ledger) Affected() []AgentID {
 	if len(l.concerned) == 0 {
 		return nil
@@ -125,7 +125,8 @@ const maxTold = 1000
 // first, and the revision to ask with next. Ask with 0 for everything, and again until nothing is
 // returned. That is the drains that the agent may have to acknowledge, and the releases of pods in
 // the namespaces in which it routes Services, or has routed some on this session. What it returns
-// is shared with other agents and must not be changed. The agent counts as told: see [Ledger.Told].
+// is shared with other agents and must not be changed. What is returned counts as received: see
+// [Ledger.Told].
 func (l *Ledger) ChangesFor(id AgentID, rev uint64) (open []Open, released []Release, next uint64) {
 	a := l.agents[id]
 	if a == nil || a.session == 0 {
@@ -167,8 +168,8 @@ func (l *Ledger) ChangesFor(id AgentID, rev uint64) (open []Open, released []Rel
 }
 
 // Told returns the revision of what [Ledger.ChangesFor] returned last for an agent. The agent may
-// acknowledge all that it was told up to there with one [UpTo]. It only grows, also where the agent
-// is told the same again: what the agent has not read yet is above all that it has.
+// acknowledge all that it received up to there with one [UpTo]. The revision grows even if the
+// agent receives the same again: what it has not read yet is above all that it has read.
 func (l *Ledger) Told(id AgentID) uint64 {
 	if a := l.agents[id]; a != nil {
 		return a.told
@@ -176,21 +177,19 @@ func (l *Ledger) Told(id AgentID) uint64 {
 	return 0
 }
 
-// batch is what some agents are told at one time. It is one and the same for those that are told
-// the same.
+// batch is what some agents are sent in one message. Agents that are sent the same share one batch.
 type batch struct {
 	revision uint64
 	of       []telling
 	open     []Open
 	released []Release
-	// excluded are the drains that these agents are told to exclude, of which the first over are
-	// over.
+	// excluded are the drains that these agents are to exclude. The first over of them have ended.
 	excluded []telling
 	over     int
 }
 
-// telling is one thing that an agent is told: a drain that is open or not, and whether the agent
-// observes. The other fields are what [Watch] and [Open] say that may change.
+// telling is one item that an agent is sent: a drain that is open or not, and whether the agent
+// observes. The other fields are the parts of [Watch] and [Open] that may change.
 type telling struct {
 	drain                *drain
 	open, observed, last bool
@@ -198,10 +197,10 @@ type telling struct {
 	since, deadline      int64 // in nanoseconds
 }
 
-// is reports whether the drain that was told is open.
+// is reports whether the drain that was sent is still open.
 func (t telling) is() bool { return t.drain.open && t.drain.number == t.number }
 
-// newBatch makes one of l.telling.
+// newBatch makes a batch of l.telling.
 func (l *Ledger) newBatch() *batch {
 	l.made++
 	b := &batch{revision: l.made, of: slices.Clone(l.telling)}

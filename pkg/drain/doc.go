@@ -15,28 +15,29 @@
 // the reports that it holds when it is asked. A report counts only if it came on the agent's
 // present session with this replica, names the open drain by its number, and is younger than the
 // freshness bound. The end of a session voids all of its reports, and the end of a drain those
-// about it. So an acknowledgement cannot be spent after it stopped being true: if a proxy is
+// about it. So an acknowledgement never counts after it has stopped being true: if a proxy is
 // reloaded between its report and the question, the drain is Unrouting again.
 //
-// Knowledge ends a drain, and nothing else does: that the pod is terminating ([Ledger.GatePassed]),
-// or that it is no longer wanted deleted ([Ledger.NotTerminating], from a live read of the pod that
+// A drain ends only when the replica knows that the pod is terminating ([Ledger.GatePassed]), or
+// that its deletion was given up ([Ledger.NotTerminating], from a live read of the pod that
 // [Ledger.Tick] asked for). Reaching the deadline releases a drain and names the agents that did
 // not answer. It does not close the drain.
 //
 // The agents that must acknowledge a drain follow from what agents declare and from which agents
-// the API lists ([Ledger.Expect]). They are not configured. An agent that was never heard must
+// the API lists ([Ledger.Expect]). They are not configured. An agent that has never connected must
 // acknowledge everything that its label allows. An agent whose gateway has ended leaves
 // ([Ledger.Leave]). An agent that lets drain after drain expire is suspended (breaker.go).
 //
-// A drain has one clock. It starts at the oldest start that this replica or another one knows of
-// the UID ([Place], [Ledger.Polled]); asking again, or the restart of one of several replicas, does
-// not restart it. Abandonment stops it. The next drain of the UID continues from there and gets at
-// least one hold.
+// A drain has one clock. It starts at the earliest start of a drain of the UID that this replica or
+// another one knows ([Place], [Ledger.Polled]). Asking again, or the restart of one of several
+// replicas, does not restart it. Abandonment stops it: the next drain of the UID continues from
+// there and gets at least one hold.
 //
 // The [Ledger] has no clock, no goroutine, no Kubernetes and no HTTP: every method takes now and
 // returns what is to be done. It is not safe for concurrent use; package coordinator owns it.
 //
-// ledger.go is the state machine: phases, what a report does, what time does. Behind it stand the
-// roster (who must acknowledge), the changes (what changed, and for whom), the queue for capacity,
-// the barrier and the breaker.
+// ledger.go is the state machine: phases, the effect of reports and of time. Its parts are the
+// roster (which agents must acknowledge), the changes (what to send to which agents), the queue for
+// capacity, the barrier and the breaker. Package coordinator adds the clock, the network and the
+// API server; package wire is what agents receive.
 package drain

@@ -21,8 +21,8 @@ type Ledger struct {
 	numbers uint64
 	// sweptAt is when reports that are too old to count were last forgotten.
 	sweptAt time.Time
-	// reported and waiting are used again by each derivation of a status: what agents say of a
-	// drain, by their slots, and the agents of Status.Waiting.
+	// reported and waiting are buffers for deriving a status: the reports of agents on a drain, by
+	// their slots, and the agents of Status.Waiting.
 	reported []*received
 	waiting  []*agent
 	// lines counts the calls of Report. reached is what the last one returned.
@@ -30,12 +30,12 @@ type Ledger struct {
 	reached []Reached
 }
 
-// subject is a pod: its drain at each gate, nil if there is none, and what agents say of it there
-// while that is open.
+// subject is a pod: its drain at each gate, nil if there is none, and the agents' reports about it
+// while that drain is open.
 type subject struct {
 	drains   [gates]*drain
 	received [gates][]*received
-	// named is the last line of an agent that named it.
+	// named is the number of the last line of reports that named it.
 	named uint64
 }
 
@@ -46,9 +46,9 @@ type drain struct {
 	gate     Gate
 	services map[Service]bool
 	barrier  barrier
-	// open: neither dead nor abandoned. While it is, since is its start, moved back by the time
-	// that earlier drains of this UID used, which is spent; begun is when it was opened here, which
-	// since may long precede. number is that of the drain that is open, or was last.
+	// open: neither closed by the deletion nor abandoned. While it is open, since is its start
+	// minus spent, the time that earlier drains of this UID used; begun is when it was opened here,
+	// which may be long after since. number is that of the open drain, else of the last one.
 	open         bool
 	since, begun time.Time
 	spent        time.Duration
@@ -60,8 +60,7 @@ type drain struct {
 	logged
 	// restart is as in Place.
 	restart bool
-	// expired says that the deadline has passed, and that the agents that were silent then were
-	// noted.
+	// expired: the deadline has passed, and the agents that were silent then are recorded.
 	expired bool
 	// reason is why it is closed, since closedAt. checkedAt is when [Ledger.Tick] last named its
 	// pod.
@@ -69,31 +68,31 @@ type drain struct {
 	closedAt, checkedAt time.Time
 }
 
-// calls are those that the API server makes about a pod.
+// calls are the API server's admission calls about a pod.
 type calls struct {
 	// inFlight counts those that are being held; lastAnswer is when the last one was answered.
 	inFlight   int
 	lastAnswer time.Time
-	// allowed says that the answer Allow was given since the drain was opened. allowedAlive is when
-	// drains of this UID were allowed and abandoned all the same.
+	// allowed: a call was allowed since the drain was opened. allowedAlive is when drains of this
+	// UID were allowed and abandoned nevertheless.
 	allowed      bool
 	allowedAlive []time.Time
 }
 
-// progress is how far a drain was when its status was last derived.
+// progress is the state of a drain when its status was last derived.
 type progress struct {
 	phase Phase
-	// quiescingAt is since when all agents that owe say Removed, and not all Idle. Zero: it is not
-	// so.
+	// quiescingAt is since when all agents that must acknowledge report Removed, and not all Idle.
+	// Zero: the drain is not Quiescing.
 	quiescingAt time.Time
-	// blocking are the slots of the agents that kept the drain in phase, Unrouting or Quiescing,
-	// and have not let go since. blocked is how many these are: while one is left, what others say
-	// changes nothing. 0: whatever is said may matter.
+	// blocking are the slots of the agents that keep the drain in phase, Unrouting or Quiescing.
+	// blocked is how many these are: while one is left, reports of others cannot change the phase.
+	// 0: any report may.
 	blocking bits
 	blocked  int
 }
 
-// NewLedger returns the empty ledger of one replica's present life. scope and sampling say which
+// NewLedger returns the empty ledger of one replica's present life. scope and sampling choose which
 // nodes are asked at barriers.
 func NewLedger(times Times, scope Scope, sampling Sampling) *Ledger {
 	return &Ledger{
@@ -108,16 +107,16 @@ func NewLedger(times Times, scope Scope, sampling Sampling) *Ledger {
 	}
 }
 
-// maxAway bounds those who are named as away.
+// maxAway bounds the agents that are named as away.
 const maxAway = 20
 
-// Waiting is one agent that a drain waits for, and what it last said.
+// Waiting is an agent that a drain waits for, and its last report.
 type Waiting struct {
 	Agent AgentID
 	// Name is namespace/name of the agent's pod, or its ID if the API does not list it.
 	Name  string
 	State State
-	// Connected says whether it has a session here.
+	// Connected: it has a session here.
 	Connected bool
 }
 
@@ -126,28 +125,30 @@ type Status struct {
 	Pod    Pod
 	Phase  Phase
 	Reason Reason
-	// Since is the start of the drain's one clock; Deadline is when it is over.
+	// Since is the start of the drain's clock, Deadline its end.
 	Since, Deadline time.Time
 	// Begun is when this replica opened the drain.
 	Begun time.Time
-	// Owed is how many agents owe it. Waiting are those that have not said Idle, sorted by name.
+	// Owed is how many agents must acknowledge it. Waiting are those that have not reported Idle,
+	// sorted by name.
 	Owed    int
 	Waiting []Waiting
-	// Suspended are those that would owe it and have not said Idle, were they not suspended. See
-	// [Suspension].
+	// Suspended are the agents that have not reported Idle and need not acknowledge because they
+	// are suspended. See [Suspension].
 	Suspended []Waiting
-	// Lost are those that have owed it, and have been away for too long since. See [AgentsLost].
+	// Lost are the agents that had to acknowledge it and have since been away for too long. See
+	// [AgentsLost].
 	Lost []Waiting
-	// Away are the others that would owe it and have not said Idle, had they not been away for too
-	// long, with pods that are not ready: nobody knows what their gateways do. See
-	// [Ledger.Disconnect]. They are 20 at most, and MoreAway is how many more there are: a zone may
-	// be cut off.
+	// Away are the other agents that have not reported Idle and need not acknowledge, because they
+	// have been away for too long and their pods are not ready: what their gateways do is unknown.
+	// See [Ledger.Disconnect]. At most 20 are named, and MoreAway is how many more there are: a
+	// zone may be cut off.
 	Away     []Waiting
 	MoreAway int
 	// Recheck is when Status may change by time alone. Zero: never.
 	Recheck time.Time
 	// Stated is the wait from Since on that a barrier makes for consumers that cannot acknowledge.
-	// Cut says that it is beyond the deadline.
+	// Cut: it is beyond the deadline.
 	Stated time.Duration
 	Cut    bool
 }
@@ -159,10 +160,10 @@ func (s Status) Waits() bool {
 
 // Ask opens a drain of pod, or joins the one that is open, and returns its status. targets are the
 // Services that list the pod, which add to what earlier calls named, and the targets of each where
-// they are known: the drain is Queued while one of the Services has no capacity. What is said of a
-// Service's targets holds for all of its drains, until it is said again. place is what another
+// they are known: the drain is Queued while one of the Services has no capacity. The targets of a
+// Service hold for all of its drains, until the next call that names them. place is what another
 // replica knows of the drain, whose clock starts at the earlier of the two starts. A pod that is
-// dead has no drain: the status is Closed, PodDeleted.
+// terminating or deleted has no drain: the status is Closed, PodDeleted.
 func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Status {
 	d := l.drain(pod, AtHold)
 	if !d.open && d.reason == PodDeleted {
@@ -186,8 +187,8 @@ func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Sta
 		l.queued[d] = struct{}{}
 	}
 	d.place = place.Is
-	// Never earlier by more than the deadline: a clock that runs wild on the other replica may end
-	// this drain early, and not the next ones.
+	// Never earlier by more than the deadline: if the clock of the other replica is wrong, this
+	// drain may end early, but not the next ones.
 	if since := later(now.Add(-place.Elapsed), d.begun.Add(-l.length(d))); since.Before(d.since) {
 		d.since = since
 		l.touch(d)
@@ -219,8 +220,7 @@ func (l *Ledger) at(gate Gate, uid UID) *drain {
 	return nil
 }
 
-// each calls f with every drain that there is, in no order. f may drop the one that it is called
-// with.
+// each calls f with every drain, in no order. f may drop the drain that it is called with.
 func (l *Ledger) each(f func(*drain)) {
 	for _, of := range l.subjects {
 		for _, d := range of.drains {
@@ -231,7 +231,7 @@ func (l *Ledger) each(f func(*drain)) {
 	}
 }
 
-// serve adds services to those of d, and tells of it whom that concerns.
+// serve adds services to those of d, and records the change for the agents that this concerns.
 func (l *Ledger) serve(d *drain, services []Service) {
 	grown := false
 	for _, s := range services {
@@ -282,8 +282,8 @@ func (l *Ledger) Status(now time.Time, gate Gate, uid UID) Status {
 }
 
 // GatePassed records, from a watch or a live read, that the pod is terminating (AtHold), or that it
-// does not exist any more (AtBarrier). Its drain at that gate is closed, and its UID is dead. It
-// reports whether there was an open one.
+// does not exist any more (AtBarrier). It closes the pod's drain at that gate, and no later call
+// opens one for this UID. It reports whether a drain was open.
 func (l *Ledger) GatePassed(now time.Time, gate Gate, uid UID) bool {
 	d := l.at(gate, uid)
 	if d == nil || !d.open || d.barrier.observe {
@@ -295,7 +295,7 @@ func (l *Ledger) GatePassed(now time.Time, gate Gate, uid UID) bool {
 }
 
 // NotTerminating records that a live read showed the pod without deletionTimestamp. The drain is
-// abandoned if nobody has asked for it since [Ledger.Tick] named it. It reports whether it was.
+// abandoned if no call has asked for it since [Ledger.Tick] named it. It reports whether it was.
 func (l *Ledger) NotTerminating(now time.Time, uid UID) bool {
 	d := l.at(AtHold, uid)
 	if d == nil || !d.open || !l.mayBeAbandoned(now, d) {
@@ -346,10 +346,10 @@ func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 }
 
 // Tick forgets what is older than the memory bound, reports that are too old to count, and agents
-// that nobody knows any more. It returns the pods whose drains nobody has asked for lately: read
-// each of them live and call [Ledger.GatePassed] or [Ledger.NotTerminating]. One is named again
-// only after a heartbeat. overdue are the pods of barriers that are open beyond their deadline:
-// they may not exist any more.
+// that are neither listed nor connected. It returns the pods whose drains no call has asked for
+// lately: read each of them live and call [Ledger.GatePassed] or [Ledger.NotTerminating]. One is
+// named again only after a heartbeat. overdue are the pods of barriers that are open beyond their
+// deadline: they may not exist any more.
 func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 	if now.Sub(l.sweptAt) >= l.times.Freshness {
 		l.sweptAt = now
@@ -415,15 +415,16 @@ func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 	return look, overdue
 }
 
-// Report takes in what an agent says on its open session: of single pods, and of all others that it
-// was told to exclude, if upTo is not nil. It reports whether any of it was news: a repeat of what
-// still counts is not. reached is how far gateways came by it for the first time, good until the
-// next call. A session that is not the open one changes nothing, nor does what an agent says of a
-// pod without an open drain that it may have to acknowledge.
+// Report records an agent's reports on its open session: about single pods and, if upTo is not nil,
+// about all other pods that it was sent to exclude. It reports whether any of it was new: a repeat
+// of a report that still counts is not. reached lists the states that gateways reached for the
+// first time by it, and is valid until the next call. A call with a session that is not the open
+// one changes nothing, nor does a report about a pod without an open drain that the agent may have
+// to acknowledge.
 //
-// asOf is a moment, by this replica's clock, at or before which the agent had renewed the leases of
-// this replica and before which it read what it reports. The reports count as old as that. One that
-// is older than the last one about the pod changes nothing.
+// asOf is a time by this replica's clock. At or before it the agent had renewed the expiries of
+// this replica's exclusions, and after that it read what it reports. The reports count as of then.
+// One that is older than the last one about the pod changes nothing.
 func (l *Ledger) Report(
 	now, asOf time.Time, id AgentID, session uint64, upTo *UpTo, reports []Report,
 ) (news bool, reached []Reached) {
@@ -448,7 +449,7 @@ func (l *Ledger) Report(
 			}
 			had = was.State
 		}
-		// Before it counts: what comes too late does not undo that it was missing.
+		// Before it counts: a late report does not undo that it was missing.
 		l.expire(now, d)
 		fresher := was == nil || was.Report != r || !l.fresh(now, was)
 		early := was != nil && d.tooEarly(was)
@@ -476,8 +477,8 @@ func (l *Ledger) Report(
 	return news, l.reached
 }
 
-// owes says whether a must acknowledge at now what it may owe and, if time alone may change that,
-// when.
+// owes reports whether a must acknowledge, at now, a drain that it may have to acknowledge and, if
+// time alone may change that, when.
 func (l *Ledger) owes(now time.Time, a *agent) (owes bool, until time.Time) {
 	if a.session != 0 || a.Ready {
 		return true, time.Time{}
@@ -497,8 +498,8 @@ func (l *Ledger) deadline(d *drain) time.Time {
 	return later(d.since.Add(l.times.Deadline), d.begun.Add(l.times.Hold))
 }
 
-// status derives everything from what is known at now, once what the deadline does to others is
-// done.
+// status derives the status from what is known at now, after recording what the deadline means for
+// agents.
 func (l *Ledger) status(now time.Time, d *drain) Status {
 	l.expire(now, d)
 	return l.derive(now, d)
@@ -550,8 +551,8 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 	return s
 }
 
-// muster adds to s who must acknowledge d and has not. least is the least that any of them says,
-// and kept whether one counts for more than it says because there is no other endpoint.
+// muster adds to s the agents that must acknowledge d and have not. least is the lowest state that
+// any of them reports, kept whether one is accepted because there is no other endpoint.
 func (l *Ledger) muster(now time.Time, d *drain, s *Status) (least State, kept bool) {
 	least = Idle
 	agents, said := l.owing(d), l.reportsOn(d)
@@ -596,16 +597,16 @@ func (l *Ledger) muster(now time.Time, d *drain, s *Status) (least State, kept b
 	return least, kept
 }
 
-// recheck notes that the status may change at a time, if that is to come.
+// recheck records that the status may change at a time, if that is in the future.
 func (s *Status) recheck(now, at time.Time) {
 	if at.After(now) && (s.Recheck.IsZero() || at.Before(s.Recheck)) {
 		s.Recheck = at
 	}
 }
 
-// stateOf is what the report of an agent, which may be nil, says of d that counts at now, whether
-// it counts for more than it says because there is nobody else to send to and, if time alone may
-// change that, when.
+// stateOf returns the state that the report of an agent, which may be nil, counts as in d at now,
+// whether it is accepted because there is no other endpoint and, if time alone may change that,
+// when.
 func (l *Ledger) stateOf(now time.Time, r *received, d *drain) (state State, last bool, until time.Time) {
 	if r == nil || !l.fresh(now, r) {
 		return StateUnknown, false, time.Time{}
@@ -617,7 +618,8 @@ func (l *Ledger) stateOf(now time.Time, r *received, d *drain) (state State, las
 	return state, last, until
 }
 
-// reportsOn returns, by the slots of agents, what they say of d. It is good until the next call.
+// reportsOn returns the reports on d, by the slots of the agents. The slice is valid until the next
+// call.
 func (l *Ledger) reportsOn(d *drain) []*received {
 	if len(l.reported) < len(l.slots) {
 		l.reported = make([]*received, len(l.slots))
@@ -638,7 +640,7 @@ func (l *Ledger) reportsOn(d *drain) []*received {
 	return l.reported
 }
 
-// block notes who of l.waiting keeps d in the phase of s.
+// block records which agents of l.waiting keep d in the phase of s.
 func (l *Ledger) block(d *drain, s Status) {
 	d.phase, d.blocked = s.Phase, 0
 	if s.Phase != Unrouting && s.Phase != Quiescing {
@@ -653,7 +655,8 @@ func (l *Ledger) block(d *drain, s Status) {
 	}
 }
 
-// needs is what all have to say until d, in its present phase, enters the next.
+// needs returns the state that all agents must report before d leaves its present phase for the
+// next.
 func (d *drain) needs() State {
 	if d.phase == Unrouting {
 		return Removed
@@ -661,8 +664,8 @@ func (d *drain) needs() State {
 	return Idle
 }
 
-// canEndPhase reports whether r can change the phase of d: it is of the last agent that keeps it
-// there.
+// canEndPhase reports whether r can change the phase of d, because its agent is the last one that
+// keeps d there.
 func (l *Ledger) canEndPhase(now time.Time, d *drain, r *received) bool {
 	if d.blocked == 0 {
 		return true
@@ -670,7 +673,7 @@ func (l *Ledger) canEndPhase(now time.Time, d *drain, r *received) bool {
 	state, _, _ := l.barrierState(now, d, r)
 	switch {
 	case d.phase == Quiescing && state < Removed:
-		return true // a step back
+		return true // back to Unrouting
 	case state < d.needs() || !d.blocking.has(r.by.slot):
 		return false
 	}

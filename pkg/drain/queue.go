@@ -8,69 +8,68 @@ import (
 )
 
 // A drain takes capacity from its Services before anything else does: the pod is still ready, no
-// budget has been asked, and no replacement was started. So that a door left open somewhere cannot
-// empty a Service, at most half of a Service's usable targets are unrouted at one time, and at
-// least one. The drains that must wait for room are Queued: their clock runs, those who ask wait or
-// come again, and no agent hears of them.
+// budget has been asked, and no replacement was started. So that one client with too many rights
+// cannot empty a Service, at most half of a Service's usable targets are unrouted at a time, and at
+// least one. Drains beyond that are Queued: their clock runs, callers wait or come again, and
+// agents do not learn of them.
 //
-// What takes room in a Service is a usable target of it that is unrouted by an open drain here or,
-// as they say, of another replica. All replicas are asked about every deletion, and one of them,
+// A usable target of a Service takes capacity if an open drain here, or, as far as known, on
+// another replica, has unrouted it. All replicas are asked about every deletion, and one of them,
 // the opener, judges for all: see package peers and [Placing]. A pod that is not among the usable
-// targets, or whose Services' targets are not known, needs no room.
+// targets, or whose Services' targets are unknown, needs no capacity.
 //
-// The oldest drain goes first. One that waits for room in one Service does not keep it free in
-// another: a younger drain that has room everywhere goes before it. No drain that is not queued
-// ever becomes so: agents have been told.
+// The oldest drain goes first. A drain that is queued for one Service does not reserve capacity in
+// another: a younger drain that has capacity everywhere goes before it. A drain that is not queued
+// never becomes so, because agents have already learned of it.
 //
-// A queued drain ends like every other. Past its deadline the deletion is allowed; the gateways
-// then follow the terminating endpoint as they would without Lameduck, and no agent is blamed. It
-// is not unrouted for that: it is the one who asks that is bounded.
+// A queued drain ends like every other. At its deadline the deletion is allowed. The gateways then
+// react to the terminating endpoint as they would without Lameduck, and no agent gets a strike.
 
-// capacity is what the queue goes by.
+// capacity is the state of the queue.
 type capacity struct {
-	// queued are the open drains that wait for capacity, usable what was last said of each
-	// Service's targets. elsewhere are the pods that other replicas unroute.
+	// queued are the open drains that wait for capacity, usable the last known targets of each
+	// Service. elsewhere are the pods that other replicas unroute.
 	queued    map[*drain]struct{}
 	usable    map[Service][]UID
 	elsewhere map[UID]struct{}
 }
 
-// queueing is how a drain stands in the queue.
+// queueing is the state of a drain in the queue.
 type queueing struct {
-	// queued says that it waits for capacity, and that no agent was told.
+	// queued: it waits for capacity, and agents have not learned of it.
 	queued bool
-	// place says who judges whether there is capacity for it.
+	// place is which replica judges whether there is capacity for it.
 	place Placing
-	// toldAt is when there was, so that agents were told.
+	// toldAt is when it got capacity, and agents learned of it.
 	toldAt time.Time
 }
 
-// Placing says who judges whether a drain has the capacity that it needs.
+// Placing is which replica judges whether a drain has the capacity that it needs.
 type Placing uint8
 
 const (
-	// Judged: this replica does, which is the opener or has none.
+	// Judged: this replica, which is the opener or reaches none.
 	Judged Placing = iota
-	// Granted: the opener has given it capacity.
+	// Granted: the opener has given the drain capacity.
 	Granted
-	// Deferred: the opener has it wait for capacity.
+	// Deferred: the opener has queued the drain.
 	Deferred
 )
 
-// Place is where a drain stands: what another replica knows of it, and whether the pod is to be
-// deleted.
+// Place is what another replica knows of a drain, and whether the pod is to be deleted.
 type Place struct {
 	Is Placing
-	// Elapsed is how long the drain has run on the other replica. 0: it is not known there.
+	// Elapsed is how long the drain has run on the other replica. 0: that replica has no such
+	// drain.
 	Elapsed time.Duration
-	// Restart says that a container is about to be stopped and its pod stays. Such a drain is not
-	// counted against the pod: it takes nothing of the time of a later one, and does not say that
-	// deletions are refused. The place of the pod's open drain stays, and a drain that was opened
-	// for a deletion stays one. [Ledger.Back] ends it.
+	// Restart: a container is about to be stopped and its pod stays. Such a drain is not counted
+	// against the pod: it uses none of the time of a later drain, and is no evidence that deletions
+	// are refused. The place of the pod's open drain stays, and a drain that was opened for a
+	// deletion stays one. [Ledger.ReadyAgain] ends it.
 	Restart bool
 }
 
-// admit unqueues the drains for which there is room, the oldest first.
+// admit unqueues the drains for which there is capacity, the oldest first.
 func (l *Ledger) admit(now time.Time) {
 	if len(l.queued) == 0 {
 		return
@@ -97,7 +96,7 @@ func (l *Ledger) admit(now time.Time) {
 		if d.place == Deferred {
 			continue
 		}
-		// What another replica has unrouted has taken its room already.
+		// What another replica has unrouted has taken its capacity already.
 		if _, taken := l.elsewhere[d.pod.UID]; !taken {
 			if full && d.place != Granted {
 				continue
@@ -114,13 +113,13 @@ func (l *Ledger) admit(now time.Time) {
 	}
 }
 
-// needsRoom reports whether to unroute the pod of d takes a usable target from s.
+// needsRoom reports whether unrouting the pod of d takes a usable target from s.
 func (l *Ledger) needsRoom(d *drain, s Service) bool {
 	_, usable := slices.BinarySearch(l.usable[s], d.pod.UID)
 	return usable
 }
 
-// Shared is what one replica tells the others.
+// Shared is what one replica sends to the others.
 type Shared struct {
 	// Drains are the open drains at the hold, the oldest first.
 	Drains []Claim `json:"drains"`
@@ -128,15 +127,15 @@ type Shared struct {
 	Silent []Silence `json:"silent,omitempty"`
 }
 
-// Shared returns what the other replicas are told.
+// Shared returns what the other replicas receive.
 func (l *Ledger) Shared(now time.Time) Shared { return Shared{l.claims(now), l.silences(now)} }
 
-// Polled takes in what the other replicas told last. The pods that they unroute take capacity here
-// as well: replicas do not always agree, because one that the opener did not answer decides for
+// Polled records what the other replicas sent last. The pods that they unroute take capacity here
+// as well: replicas do not always agree, because one that could not reach the opener decides for
 // itself. If adopt is set, this replica has just started and opens their drains too, so that it
 // continues where it was. A pod that has a drain here keeps it; its clock starts at the earlier of
-// the two starts. A drain that waits for capacity there waits here until it is asked for: how many
-// targets its Services have is not known yet.
+// the two starts. A drain that is queued there is queued here until a call asks for it, because how
+// many targets its Services have is not known yet.
 func (l *Ledger) Polled(now time.Time, others []Shared, adopt bool) {
 	l.elsewhere = map[UID]struct{}{}
 	for _, of := range others {
@@ -166,7 +165,7 @@ func (l *Ledger) Polled(now time.Time, others []Shared, adopt bool) {
 	}
 }
 
-// unrouted reports whether agents take a pod out of routing for this replica's drain, or another's.
+// unrouted reports whether agents exclude a pod for a drain of this replica or of another.
 func (l *Ledger) unrouted(uid UID) bool {
 	d := l.at(AtHold, uid)
 	_, elsewhere := l.elsewhere[uid]
@@ -180,7 +179,7 @@ func (l *Ledger) room(s Service) int {
 		d := l.at(AtHold, uid)
 		switch {
 		case d != nil && !d.open && d.reason == PodDeleted:
-			// Who said that it is usable had not heard yet.
+			// The cache that has it as usable is stale.
 			continue
 		case l.unrouted(uid):
 			// Agents take a pod out of every Service, also of one that was not known to list it
@@ -192,7 +191,7 @@ func (l *Ledger) room(s Service) int {
 	return max(1, alive/2) - taken
 }
 
-// Claim is an open drain as one replica tells it to another.
+// Claim is an open drain as one replica sends it to another.
 type Claim struct {
 	Pod      Pod       `json:"pod"`
 	Services []Service `json:"services"`
@@ -221,22 +220,22 @@ func byService(a, b Service) int {
 	return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
 }
 
-// Standing is where a pod stands, as far as is known here.
+// Standing is what this replica knows of a pod.
 type Standing struct {
 	// Draining reports whether it has an open drain at the hold, since Since.
 	Draining bool
 	Since    time.Time
 	// Queued reports whether that drain waits for capacity, so that the pod is still routed.
 	Queued bool
-	// Terminating reports whether the pod is being drained, here or by another replica, or dead:
-	// agents that observe may know that it is going although EndpointSlices do not say so yet.
+	// Terminating reports whether the pod is being drained, here or by another replica, or
+	// terminating or deleted: agents that observe may know that before EndpointSlices show it.
 	Terminating bool
-	// Refused is when drains of the pod were allowed and abandoned all the same, in the last
-	// Times.Memory at least.
+	// Refused is when drains of the pod were allowed and abandoned nevertheless, at least for the
+	// last Times.Memory.
 	Refused []time.Time
 }
 
-// Pod returns where a pod stands.
+// Pod returns what is known of a pod.
 func (l *Ledger) Pod(uid UID) (s Standing) {
 	_, s.Terminating = l.elsewhere[uid]
 	of := l.subjects[uid]

@@ -8,14 +8,14 @@ import (
 	"slices"
 )
 
-// roster says who may have to acknowledge a drain. It is an index of what agents declare: an event
-// costs the agents and drains that it is about, and not all.
+// roster is an index of which agents may have to acknowledge a drain, by what they declared. The
+// cost of an event depends on the agents and drains that it concerns, not on how many there are.
 type roster struct {
 	agents map[AgentID]*agent
 	// slots holds the agents by their numbers, nil where a number is free: sets of agents are
 	// [bits].
 	slots []*agent
-	// services are those that an agent has declared, or that list the pod of an open drain.
+	// services are the Services that an agent has declared, or that list the pod of an open drain.
 	services map[Service]*service
 	// everything are, for each gate, the agents that may be asked there about any Service: those
 	// that declare [EveryService], and those that have not declared and whose label does not name
@@ -29,11 +29,11 @@ type roster struct {
 
 // service is what is known of one Service.
 type service struct {
-	// agents have declared it so that they are asked at a gate. rev is the revision at which that
-	// list, or what orders it, last changed.
+	// agents are, for each gate, the agents that declared it and are asked there. rev is the
+	// revision at which that list, or its order, last changed.
 	agents [gates]map[*agent]struct{}
 	rev    [gates]uint64
-	// ordered are these agents in the order of their names. Nil: it has to be found out.
+	// ordered are these agents, sorted by name. Nil: to be computed.
 	ordered [gates][]*agent
 	// drains are the open ones of its pods.
 	drains map[*drain]struct{}
@@ -41,10 +41,10 @@ type service struct {
 
 // entry is where the roster has an agent.
 type entry struct {
-	// slot is its number, which another agent may have when this one is forgotten.
+	// slot is its number, which another agent may get when this one is forgotten.
 	slot int
-	// indexed are, for each gate, the Services under which it is listed. inEverything says that it
-	// is listed for every Service.
+	// indexed are, for each gate, the Services under which it is listed. inEverything: it is listed
+	// for every Service.
 	indexed      [gates]map[Service]struct{}
 	inEverything [gates]bool
 	// countedExpected and countedMissing say how [Counts] counts it.
@@ -53,8 +53,7 @@ type entry struct {
 
 // owed are the agents that may have to acknowledge a drain.
 type owed struct {
-	// agents are in the order of their names, roster are their slots, both as of rosterAt. 0: they
-	// have to be found out.
+	// agents are sorted by name, roster are their slots, both as of rosterAt. 0: to be computed.
 	agents   []*agent
 	roster   bits
 	rosterAt uint64
@@ -67,8 +66,8 @@ type owed struct {
 	former map[*agent]Gate
 }
 
-// index brings the lists in line with a. What does not change costs nothing: most agents come back
-// with the routes that they had.
+// index updates the lists for a. It costs nothing if nothing changed: most agents reconnect with
+// the routes that they had.
 func (r *roster) index(a *agent) {
 	for g := range gates {
 		if everything := a.mayBeAskedAll(g); everything != a.inEverything[g] {
@@ -124,13 +123,13 @@ func (r *roster) drop(a *agent, g Gate, s Service) {
 	r.prune(s)
 }
 
-// turn notes that the agents of a Service have changed.
+// turn records that the agents of a Service have changed.
 func (r *roster) turn(of *service, g Gate) {
 	r.rosterRev++
 	of.rev[g], of.ordered[g] = r.rosterRev, nil
 }
 
-// order returns the agents of a Service in the order of their names.
+// order returns the agents of a Service, sorted by name.
 func (s *service) order(g Gate) []*agent {
 	if s.ordered[g] == nil {
 		s.ordered[g] = slices.SortedFunc(maps.Keys(s.agents[g]), byName)
@@ -140,7 +139,7 @@ func (s *service) order(g Gate) []*agent {
 
 func byName(a, b *agent) int { return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID)) }
 
-// service returns what s concerns, and makes room for it.
+// service returns the entry of s, and adds it if there is none.
 func (r *roster) service(s Service) *service {
 	of := r.services[s]
 	if of == nil {
@@ -154,7 +153,7 @@ func (r *roster) service(s Service) *service {
 	return of
 }
 
-// prune forgets a Service of which nothing is known any more.
+// prune forgets a Service that no agent has declared and no open drain is of.
 func (r *roster) prune(s Service) {
 	of := r.services[s]
 	if of == nil {
@@ -181,8 +180,8 @@ func (r *roster) delist(d *drain) {
 	d.agents, d.roster, d.rosterAt = nil, nil, 0
 }
 
-// owing returns the agents that may have to acknowledge d, which is open, in the order of their
-// names.
+// owing returns the agents that may have to acknowledge d, which is open, sorted by
+// name.
 func (r *roster) owing(d *drain) []*agent {
 	if d.rosterAt == r.rosterRev {
 		return d.agents
@@ -203,7 +202,7 @@ func (r *roster) owing(d *drain) []*agent {
 	return d.agents
 }
 
-// enroll finds them.
+// enroll computes the agents that may have to acknowledge d.
 func (r *roster) enroll(d *drain) {
 	d.agents = d.agents[:0]
 	for _, g := range d.asks() {
@@ -222,15 +221,15 @@ func (r *roster) enroll(d *drain) {
 	if d.gate == AtBarrier {
 		d.agents = slices.DeleteFunc(d.agents, func(a *agent) bool { return !a.owesBarrier(d) })
 	}
-	slices.SortFunc(d.agents, byName)   // quick where one Service is all
-	d.agents = slices.Compact(d.agents) // one that routes several of the Services
+	slices.SortFunc(d.agents, byName)   // already sorted if there is one Service
+	d.agents = slices.Compact(d.agents) // an agent that routes several of the Services
 	d.roster = d.roster.cleared(len(r.slots))
 	for _, a := range d.agents {
 		d.roster.set(a.slot)
 	}
 }
 
-// asks lists the gates whose agents can owe d.
+// asks returns the gates whose agents may have to acknowledge d.
 func (d *drain) asks() []Gate { return asked[d.gate] }
 
 var asked = [gates][]Gate{{AtHold}, {AtHold, AtBarrier}}
@@ -241,7 +240,7 @@ func (r *roster) routes(a *agent, d *drain) bool {
 	return d.roster.has(a.slot)
 }
 
-// recount brings the counts in line with a.
+// recount updates the counts for a.
 func (r *roster) recount(a *agent) {
 	expected := a.listed && !a.left
 	missing := expected && a.session == 0
@@ -253,7 +252,7 @@ func (r *roster) recount(a *agent) {
 // bits is a set of small numbers.
 type bits []uint64
 
-// grown returns b with room for numbers below n.
+// grown returns b extended to hold numbers below n.
 func (b bits) grown(n int) bits {
 	if words := (n + 63) / 64; words > len(b) {
 		return append(b, make(bits, words-len(b))...)
@@ -261,7 +260,7 @@ func (b bits) grown(n int) bits {
 	return b
 }
 
-// cleared returns the empty set with room for numbers below n, in the place of b.
+// cleared returns the empty set for numbers below n, in the memory of b.
 func (b bits) cleared(n int) bits {
 	if words := (n + 63) / 64; words > cap(b) {
 		return make(bits, words)
@@ -287,12 +286,12 @@ func (b bits) all() iter.Seq[int] {
 	}
 }
 
-// unset takes n out of the set, for which it need not have room.
+// unset takes n out of the set, which may be beyond its size.
 func (b bits) unset(n int) {
 	if n/64 < len(b) {
 		b[n/64] &^= 1 << (n % 64)
 	}
 }
 
-// has says whether n is in the set, for which it need not have room.
+// has reports whether n is in the set. n may be beyond its size.
 func (b bits) has(n int) bool { return n/64 < len(b) && b[n/64]&(1<<(n%64)) != 0 }

@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// RequestLimit is what the API server gives one DELETE or eviction in all
+// RequestLimit is how long the API server lets one DELETE or eviction take
 // (k8s.io/apiserver/internal/endpoints/handlers/rest.go, requestTimeoutUpperBound).
 const RequestLimit = 34 * time.Second
 
@@ -24,19 +24,20 @@ type Times struct {
 	Deadline time.Duration
 	// IdleBound is how long a drain waits for Idle after all have said Removed.
 	IdleBound time.Duration
-	// Heartbeat is the interval of them on a stream. Away is how long nothing may come before the
-	// other side counts as lost.
+	// Heartbeat is the interval of heartbeats on a stream. Away is how long a stream may be silent
+	// before the other side counts as lost.
 	Heartbeat, Away time.Duration
 	// Expiry is how long an exclusion stands without renewal. Renewal is how often it is renewed at
 	// least, Freshness how old a report may be to count.
 	Expiry, Renewal, Freshness time.Duration
-	// Abandon is how long after the last answer a drain that nobody asks for is looked into.
+	// Abandon is how long after the last answer a drain that no call asks for is checked.
 	Abandon time.Duration
-	// Memory is how long a dead UID and the time that a drain has used are remembered.
+	// Memory is how long the UID of a deleted pod and the time that a drain has used are
+	// remembered.
 	Memory time.Duration
 }
 
-// DefaultTimes returns the times that the design was reviewed with.
+// DefaultTimes returns the times that Lameduck is tested with.
 func DefaultTimes() Times {
 	return Times{
 		Webhook: 4 * time.Second, Hold: 2 * time.Second, Deadline: 30 * time.Second, IdleBound: 10 * time.Second,
@@ -46,7 +47,7 @@ func DefaultTimes() Times {
 	}
 }
 
-// Check reports every inequality that must hold between the times and does not.
+// Check returns an error that names every violated relation between the times.
 func (t Times) Check() error {
 	var errs []error
 	must := func(ok bool, format string, args ...any) {
@@ -78,7 +79,7 @@ func (t Times) Check() error {
 	return errors.Join(errs...)
 }
 
-// Reach is how long one call of a client that honours Retry-After, as client-go does ten times,
+// Reach is how long one call of a client that honors Retry-After, as client-go does ten times,
 // keeps asking if each of its requests is held and denied.
 func (t Times) Reach() time.Duration {
 	elapsed := t.Hold
@@ -98,11 +99,11 @@ func (t Times) HoldUntil(now time.Time, timeout time.Duration) time.Time {
 	return now.Add(hold)
 }
 
-// RetryAfter is what a denied caller is told to wait, a whole number of seconds from 1 to 20: 0.15
-// of the elapsed time if it was held already, rounded down, 0.6 if it was not, rounded to the
-// nearest. remaining, if it is given (more than 0), is the time left to the deadline: nobody is
-// sent beyond the first whole second after it, nor comes just before it, which would cost one of
-// the ten retries that client-go has.
+// RetryAfter is how long a denied caller is to wait, a whole number of seconds from 1 to 20: 0.15
+// of the elapsed time, rounded down, if its call was held, else 0.6 of it, rounded to the nearest.
+// remaining, if it is more than 0, is the time left to the deadline: no caller is to wait beyond
+// the first whole second after it, nor to come just before it, which would use up one of the ten
+// retries that client-go has.
 func RetryAfter(elapsed time.Duration, held bool, remaining time.Duration) time.Duration {
 	wait := (elapsed * 60 / 100).Round(time.Second)
 	if held {

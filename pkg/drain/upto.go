@@ -5,18 +5,18 @@ import (
 	"time"
 )
 
-// An agent that is told of a hundred drains at one time acknowledges them in one line: all that it
-// was told of up to a revision is Idle, but for those that it names. The ledger keeps that as one
-// report of the agent (acknowledgement) and, for each drain, the set of agents of which it counts
-// (owed.upTo).
+// An agent that has to exclude a hundred pods acknowledges them in one line: all drains that it
+// received up to a revision are Idle, except those that the line names. The ledger keeps that as
+// one report of the agent (acknowledgement) and, for each drain, the set of agents for which it
+// counts (owed.upTo).
 //
-// It counts for a drain only if the agent was told of it, on its present session, in a batch whose
-// revision is not above that of the report. A batch names drains by their numbers, so that a report
-// never counts for a later drain of a pod. What the agent reports of a single pod counts instead,
-// until a line with an UpTo does not name the pod.
+// It counts for a drain only if the agent received the drain, on its present session, in a batch
+// whose revision is not above that of the report. A batch names drains by their numbers, so that a
+// report never counts for a later drain of a pod. A report about a single pod counts instead, until
+// a line with an UpTo does not name the pod.
 
-// UpTo is what an agent reports of all drains that it was told to exclude up to a revision, but for
-// those on which it reports in the same line.
+// UpTo is an agent's report about all drains that it was to exclude up to a revision, except those
+// that the same line reports on.
 type UpTo struct {
 	// Revision is what [Ledger.Told] returned with the last of them.
 	Revision uint64 `json:"revision"`
@@ -26,21 +26,21 @@ type UpTo struct {
 	Generation string `json:"generation,omitempty"`
 }
 
-// acknowledgement is the last UpTo of an agent, and what the agent was told on its session.
+// acknowledgement is the last UpTo of an agent, and the batches that it received on its session.
 type acknowledgement struct {
 	upTo     received
 	revision uint64
 	batches  []told
 }
 
-// told is a batch that an agent was told. covered is since when its drains are up to the revision
-// of the agent's report. Zero: they are not.
+// told is a batch that an agent received. covered is since when the agent's report covers its
+// drains. Zero: it does not.
 type told struct {
 	*batch
 	covered time.Time
 }
 
-// tell notes that a is told b, and forgets what is over of what it was told before.
+// tell records that a receives b, and forgets the earlier batches that have ended.
 func (a *agent) tell(b *batch) {
 	a.told = b.revision
 	a.batches = slices.DeleteFunc(a.batches, func(t told) bool { return len(t.live()) == 0 })
@@ -49,7 +49,7 @@ func (a *agent) tell(b *batch) {
 	}
 }
 
-// live returns the drains of b, but for the first ones if these are over.
+// live returns the drains of b, without the first ones if these have ended.
 func (b *batch) live() []telling {
 	for b.over < len(b.excluded) && !b.excluded[b.over].is() {
 		b.over++
@@ -57,7 +57,7 @@ func (b *batch) live() []telling {
 	return b.excluded[b.over:]
 }
 
-// void forgets what a was told and reports of all of that.
+// void forgets the batches of a and its report about them.
 func (a *agent) void() {
 	for _, t := range a.batches {
 		for _, of := range t.live() {
@@ -67,7 +67,7 @@ func (a *agent) void() {
 	a.acknowledgement = acknowledgement{}
 }
 
-// covered calls f with each open drain of which a was told up to a revision.
+// covered calls f with each open drain that a received up to a revision.
 func (a *agent) covered(revision uint64, f func(*drain)) {
 	for _, t := range a.batches {
 		if t.revision > revision {
@@ -81,14 +81,14 @@ func (a *agent) covered(revision uint64, f func(*drain)) {
 	}
 }
 
-// takeUpTo takes in up, of which [Ledger.Report] has taken in the exceptions. One that is older
-// than the last one changes nothing. Like Report it returns whether anything was news.
+// takeUpTo records up, after [Ledger.Report] has recorded the exceptions. One that is older than
+// the last one changes nothing. Like Report it returns whether anything was news.
 func (l *Ledger) takeUpTo(now, asOf time.Time, a *agent, up UpTo) (news bool) {
 	is := &a.upTo
 	if asOf.Before(is.at) || up.Revision < a.revision {
 		return false
 	}
-	// Before it counts: what comes too late does not undo that it was missing.
+	// Before it counts: a late report does not undo that it was missing.
 	a.covered(up.Revision, func(d *drain) { l.expire(now, d) })
 	r := Report{State: up.State, Proof: up.Proof, Generation: up.Generation}
 	again := is.by == nil || is.Report != r || !l.fresh(now, is)
@@ -101,7 +101,7 @@ func (l *Ledger) takeUpTo(now, asOf time.Time, a *agent, up UpTo) (news bool) {
 		alone := a.reports[AtHold][d.of]
 		switch {
 		case alone == nil && d.of.named == l.lines:
-			// What it says of this pod is of an earlier drain: nothing is known of this one.
+			// Its report about this pod is of an earlier drain: nothing is known of this one.
 			d.upTo.unset(a.slot)
 			l.touch(d)
 			return
@@ -133,7 +133,7 @@ func (l *Ledger) takeUpTo(now, asOf time.Time, a *agent, up UpTo) (news bool) {
 	return news
 }
 
-// taken notes what follows from a report on d.
+// taken records what follows from a report on d.
 func (l *Ledger) taken(now time.Time, d *drain, r *received, fresher bool) {
 	if fresher && l.canEndPhase(now, d, r) {
 		l.touch(d)
@@ -153,7 +153,7 @@ func (l *Ledger) inTime(now time.Time, d *drain, r *received) bool {
 	return state >= Removed && now.Sub(r.at) <= l.times.Freshness && now.Before(l.deadline(d))
 }
 
-// saidSince returns since when a says what it says of all drains, as far as it is about d.
+// saidSince returns since when the UpTo of a covers d.
 func (a *agent) saidSince(d *drain) time.Time {
 	for _, t := range a.batches {
 		about := func(of telling) bool { return of.drain == d && of.is() }
@@ -164,8 +164,8 @@ func (a *agent) saidSince(d *drain) time.Time {
 	return a.upTo.since
 }
 
-// Reached says that a gateway has come as far as State with a pod, for the first time in a drain,
-// and how long that took since agents were told.
+// Reached is the first time in a drain that a gateway reached State for a pod, and how long that
+// took since agents learned of the drain.
 type Reached struct {
 	State State
 	Took  time.Duration

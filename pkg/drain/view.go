@@ -7,27 +7,26 @@ import (
 	"time"
 )
 
-// What follows is for those who look at a ledger and change nothing. To look costs what there is to
-// see: an agent at each drain that it may owe.
+// This file is for reading a ledger without changing it. A read costs as much as it returns: an
+// agent for each drain that it may have to acknowledge.
 
-// AgentReport is what one agent that owes a drain says of it.
+// AgentReport is the report of an agent that must acknowledge a drain.
 type AgentReport struct {
 	Agent AgentID
 	// Name is namespace/name of the agent's pod, or its ID if the API does not list it.
 	Name  string
 	State State
 	Proof Proof
-	// Received is as of when the report that counts was true, Since when the agent began to say so.
-	// Zero: none counts, and State is StateUnknown.
+	// Received is as of when the report that counts was true, Since when the agent first reported
+	// that state. Zero: none counts, and State is StateUnknown.
 	Received, Since time.Time
 	Connected       bool
-	// Suspended says that it is told of the drain and not waited for.
+	// Suspended: the drain does not wait for it.
 	Suspended bool
 }
 
 func (l *Ledger) agentReports(now time.Time, d *drain, most int) (words []AgentReport, owed int) {
-	// Of many only a few are asked for: those of each state are kept apart, and no more of them
-	// than that.
+	// Few of many are asked for. So those of each state are collected apart, up to that number.
 	var of [Idle + 1][]AgentReport
 	said := l.reportsOn(d)
 	for _, a := range l.owing(d) {
@@ -54,25 +53,25 @@ func (l *Ledger) agentReports(now time.Time, d *drain, most int) (words []AgentR
 	return words[:min(len(words), most)], owed
 }
 
-// View is a drain with what agents say of it.
+// View is a drain with the agents' reports.
 type View struct {
 	Status
-	// Reports are what the agents say that owe it, those that are least far first: at most as many
-	// as were asked for, of Acknowledgers.
+	// Reports are those of the agents that must acknowledge it, the lowest state first: at most as
+	// many as were asked for, of Acknowledgers in all.
 	Reports       []AgentReport
 	Acknowledgers int
 	// By is the agent that asks for a barrier, on the pod's node; ByName its pod's namespace/name.
 	By     AgentID
 	ByName string
-	// Last says that no other endpoint is ready, so that gateways may keep the pod at the barrier;
-	// LastHere that none is on its node.
+	// Last: no other endpoint is ready, so that gateways may keep the pod at the barrier. LastHere:
+	// none is on its node.
 	Last, LastHere bool
-	// Sampled says that not all agents are asked that observe: the others are waited for by the
-	// time that they were seen to take.
+	// Sampled: only a sample of the observing agents is asked. For the others, the drain waits as
+	// long as agents usually take.
 	Sampled bool
 }
 
-// View returns the drain of uid at a gate, with at most most words. ok is false if there is none,
+// View returns the drain of uid at a gate, with at most most reports. ok is false if there is none,
 // or at the barrier none that is open.
 func (l *Ledger) View(now time.Time, gate Gate, uid UID, most int) (v View, ok bool) {
 	d := l.at(gate, uid)
@@ -116,15 +115,15 @@ type AgentInfo struct {
 	ID AgentID
 	// Name is namespace/name of its pod, or its ID if the API does not list it.
 	Name string
-	// Expected says that the API lists it. Ready and Label are from there.
+	// Expected: the API lists it. Ready and Label are from there.
 	Expected, Ready bool
 	Label           Label
-	// Connected says that it has a session here. If not, Lost is when it ended or, never connected,
-	// when the API first listed it.
+	// Connected: it has a session here. If not, Lost is when it ended or, never connected, when the
+	// API first listed it.
 	Connected bool
 	Lost      time.Time
-	// Declared says that it is known what it routes, if only from an earlier session: so many
-	// Services.
+	// Declared: it has declared what it routes, if only on an earlier session. Services is how
+	// many.
 	Declared bool
 	Services int
 	// Population is what it declared with them.
@@ -133,10 +132,10 @@ type AgentInfo struct {
 	// Set by [Ledger.Agent].
 	Routes     map[Service]Route
 	Namespaces []string
-	// Left says that its gateway accepts nothing any more, Suspended that it is not waited for.
+	// Left: its gateway accepts no more traffic. Suspended: drains do not wait for it.
 	Left, Suspended bool
-	// Received is when the newest of its reports that still count was true. Zero: there is none, as
-	// when nothing is drained.
+	// Received is when the newest of its reports that still count was true. Zero: there is none,
+	// for example because nothing is drained.
 	Received time.Time
 }
 
@@ -169,7 +168,7 @@ func (a *agent) known() AgentInfo {
 	return k
 }
 
-// Agents returns every agent that is known, in the order of their names.
+// Agents returns all known agents, sorted by name.
 func (l *Ledger) Agents() []AgentInfo {
 	all := make([]AgentInfo, 0, len(l.agents))
 	for _, a := range l.agents {
@@ -181,25 +180,25 @@ func (l *Ledger) Agents() []AgentInfo {
 	return all
 }
 
-// Acknowledger is an agent whose gateway may send to the pods of a Service, and what it can vouch
-// for.
+// Acknowledger is an agent whose gateway may send to the pods of a Service, and what it can
+// acknowledge.
 type Acknowledger struct {
 	AgentInfo
-	// Undeclared says that it is not known what it routes, so that it may route everything.
+	// Undeclared: it has not declared what it routes, so that it may route everything.
 	Undeclared bool
 	// Routes are what it declared of the Services in question; of an undeclared one there are none.
 	Routes []Route
-	// Hold says that it would have to acknowledge at the hold, Barrier that it can only be asked
-	// after the deletion has begun. Neither: it can vouch for nothing.
+	// Hold: it would have to acknowledge at the hold. Barrier: it can only be asked after the
+	// deletion has begun. Neither: it cannot acknowledge.
 	Hold, Barrier bool
-	// Until is when it is no longer waited for, because it is away and its pod is not ready. Zero:
-	// it is.
+	// Until is when drains stop waiting for it, because it is away and its pod is not ready. Zero:
+	// they wait.
 	Until time.Time
 }
 
-// Acknowledgers returns who may send to the pods of services at now, in the order of their names:
-// those who would owe a drain of such a pod, and those who would not. Agents that have left are not
-// among them.
+// Acknowledgers returns the agents whose gateways may send to the pods of services at now, sorted
+// by name, whether they would have to acknowledge a drain of such a pod or not. Agents that have
+// left are not among them.
 func (l *Ledger) Acknowledgers(now time.Time, services []Service) []Acknowledger {
 	parties := []Acknowledger{}
 	for _, k := range l.Agents() {

@@ -15,7 +15,7 @@ type UID = target.UID
 // AgentID names an agent: the UID of the pod it runs in.
 type AgentID string
 
-// Pod is one pod. Namespace and name are for people; the UID decides.
+// Pod is one pod. Namespace and name are for display; the UID identifies it.
 type Pod struct {
 	Namespace string `json:"namespace"`
 	Name      string `json:"name"`
@@ -34,8 +34,9 @@ type Service struct {
 // String prints namespace/name.
 func (s Service) String() string { return s.Namespace + "/" + s.Name }
 
-// Holder names who holds an exclusion: one life of one replica. A replica that starts again has
-// another epoch, so that the empty list of a new life lifts nothing that an old one asked for.
+// Holder is the owner of an exclusion: one replica since its last start. A replica that restarts
+// has a new epoch, so that the empty list of drains of the new process ends no exclusion of the old
+// one.
 type Holder struct {
 	Replica string `json:"replica"`
 	Epoch   string `json:"epoch"`
@@ -44,22 +45,21 @@ type Holder struct {
 // String prints replica/epoch.
 func (l Holder) String() string { return l.Replica + "/" + l.Epoch }
 
-// Gate is the moment at which gateways are asked to vouch for one pod. A drain is of one pod at one
-// gate.
+// Gate is the moment at which gateways are asked about a pod. A drain is of one pod at one gate.
 type Gate uint8
 
 const (
-	// AtHold: before the deletion. Asked are those who direct their gateway. What names no gate is
-	// said here.
+	// AtHold: before the deletion. Agents that direct their gateway are asked. Messages without a
+	// gate belong here.
 	AtHold Gate = iota
-	// AtBarrier: between the deletion and SIGTERM. Asked are those who observe how their gateway
-	// lets go by itself, and those directed ones that have not let go at the hold.
+	// AtBarrier: between the deletion and SIGTERM. Agents that observe their gateway are asked, and
+	// directed ones that did not acknowledge at the hold.
 	AtBarrier
 
 	gates
 )
 
-// String prints the gate as it goes over the wire.
+// String prints the gate as on the wire.
 func (g Gate) String() string { return name(gateNames[:], int(g)) }
 
 var gateNames = [gates]string{"hold", "barrier"}
@@ -80,18 +80,19 @@ type Phase uint8
 const (
 	// PhaseUnknown is the zero value: there is no such drain.
 	PhaseUnknown Phase = iota
-	// Unrouting: some agent that owes has not said Removed. Entered when the deletion is asked for,
-	// and again when a report gets worse.
+	// Unrouting: an agent that must acknowledge has not reported Removed. Entered when the deletion
+	// is asked for, and again when a report is withdrawn.
 	Unrouting
-	// Quiescing: all that owe have said Removed, some has not said Idle. Left for Released at the
-	// latest after the Idle bound.
+	// Quiescing: all agents that must acknowledge have reported Removed, and one has not reported
+	// Idle. Left for Released at the latest after the Idle bound.
 	Quiescing
-	// Released: the deletion may go on. Reason says why.
+	// Released: the deletion may continue, for Reason.
 	Released
-	// Closed: the pod is dead, or the drain was abandoned.
+	// Closed: the pod is terminating or deleted, or the drain was abandoned.
 	Closed
 	// Queued: so many pods of one of its Services are being drained that this one has to wait
-	// before any agent is told. Comes before Unrouting, if at all, and may end as every phase does.
+	// before agents learn of it. It comes before Unrouting, if at all, and can end in every way
+	// that other phases can.
 	Queued
 )
 
@@ -100,42 +101,42 @@ func (p Phase) String() string { return name(phaseNames[:], int(p)) }
 
 var phaseNames = [...]string{"Unknown", "Unrouting", "Quiescing", "Released", "Closed", "Queued"}
 
-// Reason says why a drain is Released or Closed.
+// Reason is why a drain is Released or Closed.
 type Reason uint8
 
 const (
 	// ReasonNone: it is neither.
 	ReasonNone Reason = iota
-	// Acknowledged: every agent that owes has said Idle.
+	// Acknowledged: every agent that must acknowledge has reported Idle.
 	Acknowledged
-	// IdleBound: every agent that owes has said Removed, and requests were still running when the
-	// Idle bound passed.
+	// IdleBound: every agent that must acknowledge has reported Removed, and requests were still
+	// running when the Idle bound passed.
 	IdleBound
-	// Deadline: the drain's time is up. The agents that had not acknowledged are named.
+	// Deadline: the deadline has passed. The agents that had not acknowledged are named.
 	Deadline
-	// NoAgents: nobody owes this drain.
+	// NoAgents: no agent must acknowledge this drain.
 	NoAgents
-	// PodDeleted: the pod is terminating or gone.
+	// PodDeleted: the pod is terminating or deleted.
 	PodDeleted
-	// Suspended: every agent that would owe this drain is suspended: it has let drain after drain
-	// expire.
+	// Suspended: every agent that would have to acknowledge is suspended, because it did not
+	// acknowledge several drains in a row.
 	Suspended
-	// Abandoned: nobody asks for the deletion any more and the pod lives.
+	// Abandoned: no call asks for the deletion any more, and the pod is not terminating.
 	Abandoned
-	// LastTarget: every agent that owes has said Idle, or that its gateway goes on sending to the
-	// pod because no other endpoint is ready. At the barrier also if connections outlast the Idle
-	// bound at such a gateway.
+	// LastTarget: every agent that must acknowledge has reported Idle, or that its gateway keeps
+	// sending to the pod because no other endpoint is ready. At the barrier also if connections
+	// outlast the Idle bound at such a gateway.
 	LastTarget
-	// AgentsLost: every agent that still owes has said Idle, but the drain had waited for others,
-	// of which each lost its stream and, with a pod that is not ready, did not come back in time.
-	// What their gateways do is not known.
+	// AgentsLost: every agent that still must acknowledge has reported Idle, but the drain had
+	// waited for others. Each of these lost its stream, has a pod that is not ready, and did not
+	// reconnect in time. What their gateways do is unknown.
 	AgentsLost
 	// Uncovered: every agent that must acknowledge has, but something else routes a Service of the
-	// pod and is not waited for. The ledger does not know of it: coordinators replace Acknowledged
-	// and NoAgents.
+	// pod and is not waited for. The ledger does not know that: coordinators replace Acknowledged
+	// and NoAgents by it.
 	Uncovered
-	// NotEnforced: the pod's mode is observe or off, so its hooks do not wait. The ledger does not
-	// know of it, either.
+	// NotEnforced: the pod's mode is observe or off, so its hooks do not wait. Coordinators
+	// set it, not the ledger.
 	NotEnforced
 )
 
@@ -145,15 +146,16 @@ func (r Reason) String() string { return name(reasonNames[:], int(r)) }
 var reasonNames = [...]string{"None", "Acknowledged", "IdleBound", "Deadline", "NoAgents", "PodDeleted", "Suspended",
 	"Abandoned", "LastTarget", "AgentsLost", "Uncovered", "NotEnforced"}
 
-// Abnormal says whether people should be warned: the deletion went on without every gateway's word.
+// Abnormal reports whether operators are warned: the deletion continued without all
+// acknowledgements.
 func (r Reason) Abnormal() bool {
 	return r == Deadline || r == IdleBound || r == Suspended || r == AgentsLost || r == Uncovered
 }
 
-// State is what an agent says of one pod in its gateway.
+// State is what an agent reports about one pod in its gateway.
 type State = target.State
 
-// The states, the least far first. See [target.State].
+// The states, in ascending order. See [target.State].
 const (
 	StateUnknown = target.Unknown
 	Routing      = target.Routing
@@ -176,7 +178,7 @@ const (
 	Timed
 )
 
-// String prints the proof as it goes over the wire.
+// String prints the proof as on the wire.
 func (p Proof) String() string { return name(proofNames[:], int(p)) }
 
 var proofNames = [...]string{"none", "runtime", "config", "timed"}
@@ -199,14 +201,14 @@ const (
 	ViaUnknown Via = iota
 	// Endpoints: it sends to pod addresses itself.
 	Endpoints
-	// ClusterIP: it sends to the Service's address, and whoever implements that chooses the pod.
-	// Proves nothing.
+	// ClusterIP: it sends to the Service's address, and the implementation of Services chooses the
+	// pod. Proves nothing.
 	ClusterIP
-	// DNS: it resolves names, for as long as it likes. Proves nothing.
+	// DNS: it resolves names, and may keep using the result. Proves nothing.
 	DNS
 )
 
-// String prints the way as it goes over the wire.
+// String prints the value as on the wire.
 func (v Via) String() string { return name(viaNames[:], int(v)) }
 
 var viaNames = [...]string{"unknown", "endpoints", "clusterIP", "dns"}
@@ -227,21 +229,21 @@ type Kind uint8
 const (
 	// KindUnknown is refused in a declaration.
 	KindUnknown Kind = iota
-	// Directed: take a pod out although EndpointSlices call it ready. Asked before the deletion.
+	// Directed: take a pod out although EndpointSlices list it as ready. Asked before the deletion.
 	Directed
-	// Observed: see it let go by itself. Asked after the deletion began.
+	// Observed: see that the gateway has stopped by itself. Asked after the deletion began.
 	Observed
 )
 
-// String prints the ability as it goes over the wire.
+// String prints the kind as on the wire.
 func (c Kind) String() string { return name(kindNames[:], int(c)) }
 
 var kindNames = [...]string{"unknown", "directed", "observed"}
 
-// MarshalText writes the ability's name.
+// MarshalText writes the kind's name.
 func (c Kind) MarshalText() ([]byte, error) { return []byte(c.String()), nil }
 
-// UnmarshalText accepts the names of abilities and refuses others by name, "unknown" too.
+// UnmarshalText accepts the names of kinds and refuses others by name, "unknown" too.
 func (c *Kind) UnmarshalText(text []byte) error {
 	n, err := parse("kind", kindNames[1:], text)
 	*c = Kind(n + 1)
@@ -260,15 +262,15 @@ const (
 	PerConnection
 )
 
-// String prints the grain as it goes over the wire.
+// String prints the granularity as on the wire.
 func (g Granularity) String() string { return name(granularityNames[:], int(g)) }
 
 var granularityNames = [...]string{"unknown", "request", "connection"}
 
-// MarshalText writes the grain's name.
+// MarshalText writes the granularity's name.
 func (g Granularity) MarshalText() ([]byte, error) { return []byte(g.String()), nil }
 
-// UnmarshalText accepts the names of grains and refuses others by name, "unknown" too.
+// UnmarshalText accepts the names of granularities and refuses others by name, "unknown" too.
 func (g *Granularity) UnmarshalText(text []byte) error {
 	n, err := parse("granularity", granularityNames[1:], text)
 	*g = Granularity(n + 1)
@@ -283,7 +285,7 @@ type Route struct {
 	Granularity Granularity `json:"granularity"`
 }
 
-// Report is an agent's present word on one pod.
+// Report is the present state of one pod in an agent's gateway.
 type Report struct {
 	UID UID `json:"uid"`
 	// Generation of the gateway that State was read from.
@@ -294,70 +296,72 @@ type Report struct {
 	// with another number is about an earlier drain of the pod, which was abandoned while the
 	// report was in flight, and changes nothing.
 	Number uint64 `json:"number"`
-	// Gate is that of the drain of which this is said. Agents that answer a Watch say AtBarrier.
+	// Gate is that of the drain that the report is about. Reports in answer to a Watch have
+	// AtBarrier.
 	Gate Gate `json:"gate,omitempty"`
 	// Kept names the Services in which the pod is kept, if State is Kept and Gate is AtHold: as
 	// namespace/name, sorted and joined by commas, so that reports can be compared. In its other
 	// Services the pod is Removed.
 	Kept string `json:"kept,omitempty"`
-	// NoConnections says more of a pod to which the gateway goes on sending. At the hold: it is
-	// Idle in the Services where it is not kept. At the barrier, in any state: there is no
-	// connection to the pod to wait for.
+	// NoConnections is about a pod to which the gateway keeps sending. At the hold: the pod is Idle
+	// in the Services where it is not kept. At the barrier, in any state: there is no connection to
+	// the pod to wait for.
 	NoConnections bool `json:"noConnections,omitempty"`
-	// HasSent says that the gateway was seen to send to the pod since the agent was told of this
-	// barrier. Without it, one that has let go looks like one that has not heard yet that the pod
+	// HasSent: the gateway was seen to send to the pod since the agent learned of this barrier.
+	// Without it, a gateway that has stopped looks like one that has not learned yet that the pod
 	// is ready.
 	HasSent bool `json:"hasSent,omitempty"`
-	// InFlight says that the pod is Removed, and that requests or connections to it were counted
-	// since. Only where Gate is AtBarrier.
+	// InFlight: the pod is Removed, and requests or connections to it were counted since. Only
+	// where Gate is AtBarrier.
 	InFlight bool `json:"inFlight,omitempty"`
 }
 
-// Open is a drain as agents see it: let go of this pod, in every Service, at every address.
+// Open is a drain as agents receive it: stop routing to this pod, in every Service, at every
+// address.
 type Open struct {
 	Pod   Pod
 	Since time.Time
-	// Number tells this drain from an earlier one of the same pod by the same life of the replica,
-	// which was abandoned. Agents say it again with their reports: what one has said of the earlier
-	// drain may arrive after this one began, and its exclusion is being lifted.
+	// Number distinguishes this drain from an earlier, abandoned one of the same pod by the same
+	// epoch of the replica. Agents repeat it in their reports, because a report on the earlier
+	// drain, whose exclusion is being ended, may arrive after this one began.
 	Number uint64
-	// Watch is set instead of all that where the agent is to observe: it is another message.
+	// Watch is set instead of the other fields where the agent is to observe.
 	Watch *Watch
 }
 
-// Watch is a drain at the barrier as observing agents see it: the pod is going, say when the
-// gateway has let go of it.
+// Watch is a drain at the barrier as observing agents receive it: the pod is terminating, report
+// when the gateway has stopped routing to it.
 type Watch struct {
 	Pod Pod `json:"pod"`
-	// Since is the deletion, Deadline when nobody waits any more.
+	// Since is the time of the deletion, Deadline when the wait ends.
 	Since    time.Time `json:"since"`
 	Deadline time.Time `json:"deadline"`
 	// Number is as in Open.
 	Number uint64 `json:"number,omitempty"`
 	// Targets are the addresses of the pod. Port 0: every port of the address.
 	Targets []netip.AddrPort `json:"targets"`
-	// Last says that no ready endpoint is left, so that gateways may go on sending to the pod. For
-	// people: the coordinator judges.
+	// Last: no ready endpoint is left, so that gateways may keep sending to the pod. For display:
+	// the coordinator judges.
 	Last bool `json:"last"`
 }
 
 // Release ends a replica's hold on an exclusion.
 type Release struct {
 	UID UID
-	// Terminating says that the pod is terminating or gone, so that it must never be routed again.
-	// Otherwise it lives on. At the barrier it says that the pod is gone, so that what is left of
-	// it can be cleaned away.
+	// Terminating: the pod is terminating or deleted, so that it must never be routed again.
+	// Otherwise it continues to run. At the barrier: the pod is deleted, so that its conntrack
+	// entries can be deleted.
 	Terminating bool
 	// Gate is AtBarrier at the end of a Watch.
 	Gate Gate
 }
 
-// Targets are the pods of a Service that can be used now: ready and not terminating, whether a
-// drain of them is open or not.
+// Targets are the usable pods of a Service: ready and not terminating, whether a drain of them is
+// open or not.
 type Targets struct {
 	Service Service
-	// Usable is sorted, and not changed by anybody afterwards. Nil: not known, so that it bounds
-	// nothing.
+	// Usable is sorted, and must not be changed afterwards. Nil: unknown, so that there is no
+	// bound.
 	Usable []UID
 }
 
@@ -369,20 +373,21 @@ func (t Targets) Last(uid UID) bool {
 // Nodes is the population of the agents of which each node has one.
 const Nodes = "nodes"
 
-// EveryService is what an agent declares that routes, or observes, every Service there is.
+// EveryService is declared by an agent whose gateway routes all Services.
 var EveryService = Service{Namespace: "*", Name: "*"}
 
-// Scope says which of the agents of the population [Nodes] are asked at the barrier. All others are
-// always asked.
+// Scope is which agents of the population [Nodes] are asked at the barrier. Agents of other
+// populations are always asked.
 type Scope uint8
 
 const (
 	// ScopeAuto: all, up to 200 that could be asked; above that as ScopeQuorum.
 	ScopeAuto Scope = iota
-	// ScopeAll: everyone.
+	// ScopeAll: all.
 	ScopeAll
-	// ScopeQuorum: the pod's own node and a sample of 50. For the others, the time is waited in
-	// which 99.9 % of those that were asked had let go; until 1,000 times are known, all are asked.
+	// ScopeQuorum: the pod's own node and a sample of 50. For the others, the barrier waits for the
+	// time within which 99.9 % of the asked ones had acknowledged. Until 1,000 such times are
+	// known, all are asked.
 	ScopeQuorum
 	// ScopeLocal: the pod's own node.
 	ScopeLocal
@@ -403,15 +408,15 @@ func (s *Scope) UnmarshalText(text []byte) error {
 	return err
 }
 
-// Label is what the pod label of an agent says of it before it was ever heard.
+// Label is what the label of an agent's pod states before the agent connects.
 type Label uint8
 
 const (
-	// LabelNone: no or another value. Such an agent owes everything.
+	// LabelNone: no or another value. Such an agent must acknowledge every drain.
 	LabelNone Label = iota
-	// LabelDirected: owes at the hold.
+	// LabelDirected: must acknowledge at the hold.
 	LabelDirected
-	// LabelObserved: owes at the barrier, not at the hold.
+	// LabelObserved: must acknowledge at the barrier, not at the hold.
 	LabelObserved
 )
 
@@ -435,7 +440,7 @@ type Expected struct {
 	// Ready is the condition of its pod.
 	Ready bool
 	Label Label
-	// Pending says that its containers have not started yet: it routes nothing so far.
+	// Pending: its containers have not started yet, so it routes nothing.
 	Pending bool
 }
 

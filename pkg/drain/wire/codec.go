@@ -11,10 +11,10 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// Drains are drains that an agent is told of at one time, in one line: to a thousand agents the
-// same. So each of them is a text and not an object, which takes a fifth of the time to read.
+// Drains are several drains in one line, the same for all agents that receive them. Each is a text
+// and not an object, which takes a fifth of the time to read.
 type Drains struct {
-	// Revision is what [drain.UpTo] names once the agent has taken in all of these.
+	// Revision is what [drain.UpTo] names once the agent has processed all of these.
 	Revision uint64 `json:"revision"`
 	// Since is when the first of them began.
 	Since time.Time `json:"since"`
@@ -22,7 +22,7 @@ type Drains struct {
 	Pods []string `json:"pods"`
 }
 
-// NewDrains returns how agents are told of open, which must not be empty.
+// NewDrains returns the encoding of open, which must not be empty.
 func NewDrains(revision uint64, open []drain.Open) *Drains {
 	d := &Drains{Revision: revision, Since: open[0].Since, Pods: make([]string, len(open))}
 	for _, o := range open {
@@ -52,7 +52,7 @@ func (d *Drains) Open(i int) (drain.Open, error) {
 		Since: d.Since.Add(time.Duration(after) * time.Millisecond)}, nil
 }
 
-// Releases are drains that have ended, alike.
+// Releases are drains that have ended in the same way.
 type Releases struct {
 	UIDs []drain.UID `json:"uids"`
 	// Terminating and Gate are as in [drain.Release].
@@ -60,7 +60,7 @@ type Releases struct {
 	Gate        drain.Gate `json:"gate,omitempty"`
 }
 
-// NewReleases returns how agents are told of released.
+// NewReleases returns the encoding of released.
 func NewReleases(released []drain.Release) (all []*Releases) {
 	of := map[drain.Release]*Releases{}
 	for _, r := range released {
@@ -74,8 +74,8 @@ func NewReleases(released []drain.Release) (all []*Releases) {
 	return all
 }
 
-// Append appends v, a Message, Reports or the like, as one line. Nothing that is sent here cannot
-// be written but a time beyond the year 9999, which no clock shows; nothing is appended then.
+// Append appends v, a Message, Reports or the like, as one line. If v cannot be encoded, nothing is
+// appended. Of the types here, that happens only with a time after the year 9999.
 func Append(b []byte, v any) []byte {
 	text, err := json.Marshal(v)
 	if err != nil {
@@ -84,7 +84,8 @@ func Append(b []byte, v any) []byte {
 	return append(append(b, text...), '\n')
 }
 
-// Shared are lines that several agents are sent: messages without their times. See [AppendShared].
+// Shared returns lines that are the same for several agents: messages without their times. See
+// [AppendShared].
 func Shared(messages ...Message) (lines []byte) {
 	for _, m := range messages {
 		m.At = 0

@@ -10,39 +10,37 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// What agents say of the health of their targets is for operators, and nothing is decided by it. So
-// it must never be in the way: it has lines of its own between those of reports, few and short
-// ones, and what cannot be read of it is left out and costs nobody his stream.
+// Agents report the health of their targets for operators; nothing is decided by it. So it must
+// never delay other messages: it has lines of its own between those of reports, few and short ones,
+// and a line that cannot be read is ignored and does not end the stream.
 
-// FeatureHealth: the coordinator takes Health. Agents that know nothing of health do not offer it.
+// FeatureHealth: the coordinator accepts Health. Agents that check no health do not offer it.
 const FeatureHealth = "health"
 
-// What an agent tells at most. Whoever has more tells first of those Services where something is
-// wrong.
+// Limits of what an agent reports. An agent that has more reports unhealthy Services first.
 const (
-	// MaxHealth bounds one message, in bytes, and MaxHealthKept all that one agent tells of at one
-	// time, by [ServiceHealth.Size].
+	// MaxHealth bounds one message, in bytes, and MaxHealthKept all current reports of one agent,
+	// by [ServiceHealth.Size].
 	MaxHealth     = 16 << 10
 	MaxHealthKept = 32 << 10
-	// MaxHealthServices bounds the Services that are told of, MaxHealthTargets the targets that
-	// each of them names.
+	// MaxHealthServices bounds the reported Services, MaxHealthTargets the targets that each of
+	// them names.
 	MaxHealthServices = 128
 	MaxHealthTargets  = 5
 	// maxHealthWord bounds the letters of why and last.
 	maxHealthWord = 100
 )
 
-// Health is what an agent's gateway believes of its targets, as far as it is another than before on
-// this session.
+// Health is the part of an agent's health report that has changed on this session.
 type Health struct {
 	Session uint64 `json:"session"`
-	// First says that whatever was told before is forgotten.
+	// First: it replaces everything before it.
 	First bool `json:"first,omitempty"`
-	// Services is how many the gateway routes, All what their targets count together: also those of
-	// which no more is told.
+	// Services is how many the gateway routes, All counts the targets of all of them: also of those
+	// that are not listed.
 	Services int          `json:"services"`
 	All      TargetCounts `json:"all"`
-	// Changed are the Services of which something is new, Gone those that are told of no more.
+	// Changed are the Services with changes, Gone those that are not listed any more.
 	Changed []ServiceHealth `json:"changed,omitempty"`
 	Gone    []drain.Service `json:"gone,omitempty"`
 }
@@ -55,21 +53,21 @@ type TargetCounts struct {
 	Unknown int `json:"unknown"`
 	// Unhealthy fail them.
 	Unhealthy int `json:"unhealthy"`
-	// Excluded are of pods that a coordinator wants to be let go.
+	// Excluded are of pods that a coordinator has excluded.
 	Excluded int `json:"excluded"`
-	// Doubtful have no traffic because the agent does not know yet whether they may: it has just
-	// started, or its coordinators have been away.
+	// Doubtful have no traffic because the agent does not know yet whether they may have: it has
+	// just started, or its coordinators were away.
 	Doubtful int `json:"doubtful,omitempty"`
 }
 
-// ServiceHealth is what one gateway believes of the targets of one Service, over all of its ports.
+// ServiceHealth is the health of the targets of one Service, over all of its ports, as one gateway
+// sees it.
 type ServiceHealth struct {
 	Service drain.Service `json:"service"`
 	TargetCounts
-	// FailingOpen says that too few of a port's targets are usable, so that all of them have
-	// traffic.
+	// FailingOpen: too few of a port's targets are usable, so that all of them have traffic.
 	FailingOpen bool `json:"failingOpen,omitempty"`
-	// Checked says that some target was ever checked.
+	// Checked: at least one target was ever checked.
 	Checked bool `json:"checked,omitempty"`
 	// Targets are the first of those that are unhealthy.
 	Targets []TargetHealth `json:"targets,omitempty"`
@@ -80,24 +78,24 @@ type TargetHealth struct {
 	Address netip.AddrPort `json:"address"`
 	// Pod is namespace/name. Empty: it is not known.
 	Pod string `json:"pod,omitempty"`
-	// Why says why it has traffic or none, Last what its last check gave, as the agent words them.
+	// Why is why it has traffic or none, Last the result of its last check, in the agent's words.
 	Why  string `json:"why"`
 	Last string `json:"last,omitempty"`
 	// Since is when it became unhealthy.
 	Since time.Time `json:"since,omitzero"`
 }
 
-// Summary is the whole of what an agent tells, of as many Services as may be told of.
+// Summary is an agent's complete health report, within the limits.
 type Summary struct {
 	Services int
 	All      TargetCounts
 	Told     []ServiceHealth
 }
 
-// Trouble says whether operators should look.
+// Trouble reports whether operators should look.
 func (s ServiceHealth) Trouble() bool { return s.FailingOpen || s.Unhealthy > 0 || s.Doubtful > 0 }
 
-// Size is about what s takes in memory, in bytes.
+// Size returns about how many bytes of memory s takes.
 func (s ServiceHealth) Size() int {
 	n := 200 + len(s.Service.Namespace) + len(s.Service.Name)
 	for _, t := range s.Targets {
@@ -106,7 +104,7 @@ func (s ServiceHealth) Size() int {
 	return n
 }
 
-// healthPrefix is how a line begins that is no Reports.
+// healthPrefix begins a line of Health, and no line of Reports.
 const healthPrefix = `{"health":`
 
 // healthLine is the line of a stream.
@@ -117,7 +115,7 @@ type healthLine struct {
 // AppendHealth appends h as one line.
 func AppendHealth(b []byte, h Health) []byte { return Append(b, healthLine{h}) }
 
-// IsHealth says whether a line is of [AppendHealth].
+// IsHealth reports whether a line is of [AppendHealth].
 func IsHealth(line []byte) bool { return bytes.HasPrefix(line, []byte(healthPrefix)) }
 
 // ParseHealth reads one line of [AppendHealth], and [Health.Check]s it.
@@ -132,7 +130,7 @@ func ParseHealth(line []byte) (Health, error) {
 	return l.Health, l.Health.Check()
 }
 
-// Check names what an agent may not say.
+// Check returns an error that names what is out of bounds.
 func (h Health) Check() error {
 	if len(h.Changed) > MaxHealthServices || len(h.Gone) > MaxHealthServices {
 		return fmt.Errorf("health: %d and %d Services are more than %d", len(h.Changed), len(h.Gone), MaxHealthServices)
@@ -166,18 +164,18 @@ func (c TargetCounts) negative() bool {
 	return min(c.Usable, c.Unknown, c.Unhealthy, c.Excluded, c.Doubtful) < 0
 }
 
-// Teller tells one coordinator, on one session, what is new of a summary. The zero value has told
-// nothing. Not safe for concurrent use.
+// Teller computes the changes of a summary for one coordinator, on one session. The zero value has
+// sent nothing. Not safe for concurrent use.
 type Teller struct {
 	told map[drain.Service][]byte
-	// services and all were told last.
+	// services and all were sent last.
 	services int
 	all      TargetCounts
 	begun    bool
 }
 
-// Next returns what of s is still to be told, as much of it as one message holds, and whether that
-// is something. Call it again until it is not.
+// Next returns the changes of s that were not sent yet, as many as one message holds, and whether
+// there are any. Call it again until there are none.
 func (t *Teller) Next(session uint64, s Summary) (h Health, some bool) {
 	h = Health{Session: session, First: !t.begun, Services: s.Services, All: s.All}
 	some = h.First || t.services != s.Services || t.all != s.All

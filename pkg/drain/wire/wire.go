@@ -1,24 +1,25 @@
-// Package wire is what coordinators and agents say to each other: the message types, their paths
-// and limits.
+// Package wire is the protocol between coordinators and agents: the message types, their paths and
+// limits. It only encodes and checks messages. Package coordinator serves the protocol,
+// internal/agent/client speaks it. docs/protocol.md describes it for other implementations.
 //
 // An agent opens one [StreamPath] to each coordinator replica, as a request to upgrade to
 // [Upgrade], and keeps it open. After the answer 101 there is no HTTP around it: both sides write
 // JSON objects, one a line, in the manner of a Kubernetes watch. The coordinator writes first
-// [Hello], then every open drain the agent may owe, then a Message of type Synced, then changes as
-// they come, and a heartbeat whenever nothing else was sent for [Hello.HeartbeatMillis]. The agent
-// writes [Reports] on each change and at every renewal, one line for any number of drains. What is
-// refused of them ends the stream, with a Message of type Refused.
+// [Hello], then every open drain that the agent may have to acknowledge, then a Message of type
+// Synced, then changes as they come, and a heartbeat whenever nothing else was sent for
+// [Hello.HeartbeatMillis]. The agent writes [Reports] on each change and at every renewal, one line
+// for any number of drains. A line that is refused ends the stream, with a Message of type Refused.
 //
-// Everything else that the agent has to say it posts, naming the session that Hello gave:
-// [Declaration] once on each session and on each change. A post that names another session than the
-// agent's present one is refused with 409, and the agent opens a new stream.
+// All other messages of the agent are posts that name the session from Hello: [Declaration] once on
+// each session and on each change. A post that names another session than the agent's present one
+// is refused with 409, and the agent opens a new stream.
 //
 // Compatibility: fields are added, never repurposed. Unknown fields are ignored, unknown types of
 // messages are skipped, unknown values of enumerations are refused by name. Both sides speak the
 // newest version that they know and the one before ([Spoken]): the agent names them in the query of
 // the stream, the coordinator chooses the newest that both know ([Choose]) and says so in Hello.
-// What is less than a version is a feature: each side names those it has, in the query and in
-// Hello, and uses none that the other has not named.
+// Smaller additions are features: each side names those it has, in the query and in Hello, and uses
+// none that the other has not named.
 package wire
 
 import (
@@ -36,10 +37,10 @@ import (
 // Protocol is the newest version that this code speaks.
 const Protocol = 1
 
-// FeatureLeave: the coordinator takes Leave, the agent may send it.
+// FeatureLeave: the coordinator accepts Leave, so the agent may send it.
 const FeatureLeave = "leave"
 
-// FeatureBarrier: the coordinator sends messages of type watch and takes Barrier, the agent
+// FeatureBarrier: the coordinator sends messages of type watch and accepts Barrier, the agent
 // observes.
 const FeatureBarrier = "barrier"
 
@@ -57,7 +58,7 @@ const (
 	queryBuild    = "build"
 )
 
-// Upgrade is what an agent may ask to upgrade a stream to.
+// Upgrade is the protocol that an agent's request for a stream names in its Upgrade header.
 const Upgrade = "lameduck-stream"
 
 // maxFeatures bounds the features of an agent that are kept, maxNameLength the bytes of a name that
@@ -67,18 +68,18 @@ const (
 	maxNameLength = 256
 )
 
-// Offer is what an agent says of itself when it opens a stream.
+// Offer is how an agent introduces itself when it opens a stream.
 type Offer struct {
 	// Protocols are the versions that it speaks.
 	Protocols []string
 	Features  []string
-	// Boot names the life of its process. Empty: it does not say.
+	// Boot names the life of its process. Empty: unknown.
 	Boot string
-	// Build is the version of its program, for operators. Empty: it does not say.
+	// Build is the version of its program, for operators. Empty: unknown.
 	Build string
 }
 
-// NewOffer returns what this code offers.
+// NewOffer returns the offer of this version of the code.
 func NewOffer(boot string) Offer {
 	o := Offer{Features: Features(), Boot: boot}
 	for _, version := range Spoken() {
@@ -145,7 +146,7 @@ func spoken(newest int) Versions {
 	return Versions{newest, newest - 1}
 }
 
-// Choose returns the newest version that both sides speak. The error names what both do.
+// Choose returns the newest version that both sides speak. The error names the versions of both.
 func Choose(offered []string) (int, error) { return choose(Spoken(), offered) }
 
 func choose(spoken Versions, offered []string) (int, error) {
@@ -196,10 +197,10 @@ const (
 // MaxBody bounds what an agent may post, in bytes. 10,000 reports fit.
 const MaxBody = 4 << 20
 
-// Type says what a Message is.
+// Type is the kind of a Message.
 type Type string
 
-// The types of messages. Others are to be skipped.
+// The types of messages. A receiver skips unknown ones.
 const (
 	TypeHello     Type = "hello"
 	TypeDrains    Type = "drains"
@@ -208,22 +209,22 @@ const (
 	TypeHeartbeat Type = "heartbeat"
 	// TypeWatch comes only to agents that have FeatureBarrier.
 	TypeWatch Type = "watch"
-	// TypeRefused says why the stream ends here.
+	// TypeRefused has the reason for which the coordinator ends the stream.
 	TypeRefused Type = "refused"
 )
 
 // Message is one line of the stream. The field that Type names is set.
 type Message struct {
 	// At is when this was written, in milliseconds of a clock of the coordinator's own. The agent
-	// says the last one that it has taken in again with its reports: they count as old as that, by
-	// one clock, however long they are under way or either side was frozen.
+	// returns the last At that it has processed with its reports. So the age of reports is measured
+	// by one clock, however long they are in flight or either side is frozen.
 	At       int64        `json:"at,omitempty"`
 	Type     Type         `json:"type"`
 	Hello    *Hello       `json:"hello,omitempty"`
 	Drains   *Drains      `json:"drains,omitempty"`
 	Releases *Releases    `json:"releases,omitempty"`
 	Watch    *drain.Watch `json:"watch,omitempty"`
-	// Declared is how many declarations of the session a message of type synced answers.
+	// Declared is the number of the last declaration that a message of type synced answers.
 	Declared int    `json:"declared,omitempty"`
 	Refused  *Error `json:"refused,omitempty"`
 }
@@ -238,8 +239,8 @@ type Hello struct {
 	Holder drain.Holder `json:"holder"`
 	// Session to name in every post.
 	Session uint64 `json:"session"`
-	// HeartbeatMillis is how often the stream says something at least, AwayMillis how long silence
-	// means that it is lost.
+	// HeartbeatMillis is the longest time between two messages, AwayMillis the silence after which
+	// the stream counts as lost.
 	HeartbeatMillis int64 `json:"heartbeatMillis"`
 	AwayMillis      int64 `json:"awayMillis"`
 	// ExpiryMillis is how long an exclusion stands after the last message of the stream.
@@ -270,8 +271,8 @@ type Declared struct {
 // were reported before on this session.
 type Reports struct {
 	Session uint64 `json:"session"`
-	// At is that of the last message which was taken in before the states were read. 0: the agent
-	// does not tell, and the reports count as old as their arrival.
+	// At is that of the last message that was processed before the states were read. 0: unknown,
+	// and the reports are as old as their arrival.
 	At int64 `json:"at,omitempty"`
 	// Boot names the life of the agent's process.
 	Boot    string         `json:"boot"`
@@ -279,29 +280,29 @@ type Reports struct {
 	Reports []drain.Report `json:"reports,omitempty"`
 }
 
-// Leave says that the agent's gateway accepts nothing any more, for good: nobody needs to wait for
-// it. It holds until the agent declares again or connects in another life.
+// Leave tells that the agent's gateway accepts no more traffic, so that drains need not wait for
+// the agent. It holds until the agent declares again or connects with another boot.
 type Leave struct {
 	Session uint64 `json:"session"`
 	Boot    string `json:"boot"`
 }
 
-// BarrierRequest asks, by the agent on the node of a pod that is being stopped, to be told when
-// that may continue. The answer comes then, or at the bound. The same question, again or of another
-// replica, is of the same barrier.
+// BarrierRequest is the request of the agent on a pod's node to be answered when the pod may be
+// stopped, or at the bound. A repeat, also to another replica, is about the same barrier.
 type BarrierRequest struct {
 	Session uint64           `json:"session"`
 	Pod     drain.Pod        `json:"pod"`
 	Targets []netip.AddrPort `json:"targets"`
-	// Since is the deletion, BoundMillis how long after it the answer must have come, ElapsedMillis
-	// how much of that is over, so that the clocks of the two sides need not agree.
+	// Since is the deletion, BoundMillis how long after it the answer is due, ElapsedMillis how
+	// much of that has passed, so that the clocks of the two sides need not agree.
 	Since         time.Time `json:"since"`
 	BoundMillis   int64     `json:"boundMillis"`
 	ElapsedMillis int64     `json:"elapsedMillis"`
-	// Terminating says that the pod has a deletionTimestamp. Without one it is only a container
-	// that is stopped, or its node: directed gateways are told to let go until it is ready again.
+	// Terminating: the pod has a deletionTimestamp. Otherwise only a container, or the node, is
+	// being stopped: directed gateways exclude the pod until it is ready again.
 	Terminating bool `json:"terminating"`
-	// SeesQuiet says that the agent knows AtMostMillis. For another one the coordinator waits.
+	// SeesQuiet: the agent supports AtMostMillis. For an agent that does not, the coordinator
+	// waits.
 	SeesQuiet bool `json:"seesQuiet,omitempty"`
 }
 
@@ -312,14 +313,15 @@ type BarrierStatus struct {
 	Reason string `json:"reason"`
 	// Waiting names the agents that were still waited for, as namespace/name (state).
 	Waiting []string `json:"waiting"`
-	// Cut says that a stated wait was longer than the bound.
+	// Cut: a stated wait was longer than the bound.
 	Cut bool `json:"cut,omitempty"`
-	// IdleBoundMillis is how long after the pod's own node has stopped routing to it the agent
-	// there is to wait for every connection, also for those that clients keep. 0: neither the pod
-	// nor one of its Services wants that.
+	// IdleBoundMillis is how long the agent on the pod's node is to wait for every connection, also
+	// for idle keep-alive connections, after its own kernel has stopped routing to the pod. 0:
+	// neither the pod nor one of its Services asks for that.
 	IdleBoundMillis int64 `json:"idleBoundMillis,omitempty"`
-	// AtMostMillis is how long after the deletion the agent is still to wait, but not once it has
-	// seen for QuietMillis that no connection to the pod is open and none comes. 0: no wait.
+	// AtMostMillis is how long after the deletion the agent still has to wait. The wait ends
+	// earlier once the agent has seen for QuietMillis that no connection to the pod is open and
+	// none is opened. 0: no wait.
 	AtMostMillis int64 `json:"atMostMillis,omitempty"`
 	QuietMillis  int64 `json:"quietMillis,omitempty"`
 }
