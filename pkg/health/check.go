@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// Protocol is what a check speaks.
+// Protocol is the protocol of a check.
 type Protocol uint8
 
 const (
@@ -72,9 +72,9 @@ type Check struct {
 	Thresholds Thresholds
 }
 
-// Thresholds are how many outcomes of one kind, without one that resets their counter, change a
-// verdict. They mean what they mean in lua-resty-healthcheck: a success resets the counters of all
-// failures, a failure that of successes. 0: never by this kind.
+// Thresholds are how many outcomes of one kind in a row change a verdict. They have the meaning
+// that they have in lua-resty-healthcheck: a success resets the counters of all failures, a failure
+// that of successes. 0: never by this kind.
 type Thresholds struct {
 	Successes, HTTPFailures, TCPFailures, Timeouts uint8
 }
@@ -125,11 +125,11 @@ func (o Outcome) String() string {
 type Job struct {
 	Key   Key
 	Check *Check
-	// Due is when it should have begun.
+	// Due is when it should begin.
 	Due time.Time
 	// Silent reports that the last probe of the target ended by Timeout.
 	Silent bool
-	// Ticket ties the outcome to this probe: one that comes after its target left, or its check
-	// changed, changes nothing.
+	// Ticket identifies this probe in [Set.Report]: an outcome changes nothing after its target has
+	// left or its check has changed.
 	Ticket uint64
 }

@@ -31,7 +31,7 @@ func CheckAnnotationOf(port string) string {
 
 // Bounds of what a check may ask for.
 const (
-	// minInterval keeps one Service from asking for more probes than all others together.
+	// minInterval prevents one Service from demanding more probes than all others together.
 	minInterval = time.Second
 	// maxInterval is one hour: an older verdict is of no use.
 	maxInterval = time.Hour
@@ -125,7 +125,7 @@ func ParseCheck(text string) (Check, error) {
 	return c, nil
 }
 
-// plain takes what speaks of Go out of an error of the YAML library.
+// plain removes the names of Go types from an error of the YAML library.
 func plain(err error) string {
 	s := strings.TrimPrefix(err.Error(), "error unmarshaling JSON: while decoding JSON: json: ")
 	s = strings.TrimPrefix(s, "error converting YAML to JSON: ")
@@ -300,7 +300,7 @@ func (c Check) validate() error {
 	case c.Timeout < minTimeout:
 		return fmt.Errorf("timeout %s: it is at least %s", c.Timeout, minTimeout)
 	case c.Timeout > c.Interval:
-		// Else a target that does not answer would be probed less often than those that do.
+		// Otherwise a target that does not answer would be probed less often than one that does.
 		return fmt.Errorf(
 			"timeout %s: it is at most the interval, %s; lengthen the one or shorten the other",
 			c.Timeout,
@@ -326,7 +326,7 @@ func (c Check) validate() error {
 	case len(c.Path)+len(c.Host)+len(c.ServerName)+len(c.Headers) > maxCheckText:
 		return fmt.Errorf("path, host and headers: together at most %d bytes", maxCheckText)
 	case c.Thresholds.Successes == 0:
-		// What went down would never come up, and nothing new would ever have a verdict.
+		// Otherwise no unhealthy target could recover, and no new one would get a verdict.
 		return errors.New("healthy.successes: it is at least 1; leave out the check to probe nothing")
 	}
 	return nil

@@ -1,5 +1,6 @@
-// Package health is what an agent knows of every target it may route to, and what it wants the
-// gateway to do with it.
+// Package health is an agent's record of every target that its gateway may route to. It decides
+// what the gateway should do with each of them. It sends no probes (package probe does) and does
+// not talk to the gateway ([github.com/lameduck-io/lameduck/pkg/gateway.Director] does).
 //
 // The [Set] has four inputs and one output. EndpointSlices claim the pods that are to be routable
 // ([Set.Change]); coordinators exclude the pods that the gateway must stop routing to
@@ -10,8 +11,8 @@
 //
 // There are two masks. Routable are the targets that a pod claims which is neither excluded nor
 // terminating. Of the routable targets, the usable ones are chosen for traffic. If too few are
-// usable, all are. An exclusion touches no health record, and no lack of health readmits an
-// excluded target.
+// usable, all are. An exclusion changes no health record, and a lack of healthy targets never
+// readmits an excluded one.
 //
 // Rules that hold after every call:
 //
@@ -20,30 +21,29 @@
 //   - Identity is pod UID and ip:port. A new pod at an old address inherits nothing: it begins as
 //     [VerdictUnknown], which is usable.
 //   - Nothing is taken out because it is not listed before [Set.Synced] was called: an agent that
-//     has just started knows nothing, and must not empty the gateway. What is not listed yet does
-//     not make an excluded target expendable either.
+//     has just started knows nothing, and must not empty the gateway. A target that is not listed
+//     yet does not count as a replacement for an excluded one either.
 //   - An excluded pod is not routed, whatever EndpointSlices say, in any pool, at any address,
 //     until no holder is left. An endpoint without a pod cannot be excluded.
 //   - The last chosen target that the gateway really routes to in a pool is not taken out for an
 //     exclusion: it is [Kept] until another one is seen routed, by a reading that began after the
 //     exclusion. A pod that is known to be terminating or deleted is taken out even so.
-//   - Nothing is taken out for its health while the gateway is not seen, by a reading of its
-//     present generation, to route to one that is chosen. That reading may be older than the
-//     verdict: an operator who takes targets out by hand in one process can empty a pool so, until
-//     the gateway is read again.
+//   - No target is taken out for its health unless a reading of the gateway's present generation
+//     shows it routing to a chosen one. That reading may be older than the verdict: an operator who
+//     takes targets out by hand in one process can thereby empty a pool, until the gateway is read
+//     again.
 //   - An exclusion is [Removed] or [Idle] only by an observation of the gateway's present
 //     generation that was made after it began. A later observation that differs takes it back.
-//   - An exclusion is neither while the gateway may route to an address of the pod for another pod,
-//     or for an endpoint without one: nothing says which of them has the address.
+//   - An exclusion is neither of these while the gateway may route to an address of the pod for
+//     another pod, or for an endpoint without one: which of them has the address is unknown.
 //   - A key is forgotten only when it is neither claimed nor in the gateway, by a reading that
-//     began after the gateway was last asked to route to it. An operation may be on its way while
-//     its reason ends.
+//     began after the gateway was last asked to route to it. An operation may still be in flight
+//     when its reason ends.
 //   - The outcome of a probe counts only for the target and the check it was begun for.
 //
 // The set has no clock, no I/O and no goroutine; it is safe for concurrent use.
 //
-// Inside, each pool is a map of its targets, all under one mutex. What is to be done and what is to
-// be read are lists that a record enters and leaves when it changes, probes wait in a heap, and
-// each pool counts its targets by what they are, so that no call looks for something by walking
-// over all targets.
+// Inside, each pool is a map of its targets, all under one mutex. No call walks over all targets to
+// find some: operations and reads that are due are lists that a record enters and leaves when it
+// changes, probes wait in a heap, and each pool keeps counts of its targets by condition.
 package health

@@ -9,14 +9,14 @@ import (
 )
 
 // terminatingMemory is how long the UID of a terminating pod is remembered at least, after it was
-// last reported as terminating. A lagging EndpointSlice may still call it ready for a while. As
-// long as the set has a target of it, or a holder, it is remembered in any case.
+// last reported as terminating. A lagging EndpointSlice may still list it as ready. While the set
+// has a target of it, or a holder, it is remembered in any case.
 const terminatingMemory = 10 * time.Minute
 
 // State is how far an exclusion has come in the gateway.
 type State = target.State
 
-// The states, the least far first. See [target.State].
+// The states, in ascending order. See [target.State].
 const (
 	// Unknown: nothing was read since the exclusion, or what was read is no longer evidence.
 	Unknown = target.Unknown
@@ -26,7 +26,7 @@ const (
 	Idle    = target.Idle
 )
 
-// Exclusion is the present state of one: an agent's rule not to route to a pod UID.
+// Exclusion is the present state of an exclusion, an agent's rule not to route to a pod UID.
 type Exclusion struct {
 	UID UID
 	// Since is the oldest start of the drain that any holder gave. It travels with the exclusion.
@@ -44,7 +44,7 @@ type Exclusion struct {
 	NoConnections bool
 }
 
-// pod is a UID that is excluded or terminating. There is one only while that is so.
+// pod is a UID that is excluded or terminating. It exists only for that long.
 type pod struct {
 	uid UID
 	// holders are the holders of the exclusion and when each expires. A pod without a holder that
@@ -59,7 +59,7 @@ type pod struct {
 	since      time.Time
 	state      State
 	stateAt    time.Time
-	// beside are the records of others at the addresses of a held pod. They may be forgotten.
+	// beside are the records of other pods at the addresses of a held pod. They may be forgotten.
 	beside []*record
 }
 
@@ -150,8 +150,9 @@ func (s *Set) readmitIfFree(p *pod, flags flag) {
 	}
 }
 
-// Of returns what the gateway does with a pod, excluded or not, by its least advanced target, and
-// whether it was seen to have something in flight to a target that is Removed.
+// Of returns the state of a pod in the gateway, excluded or not, which is that of its least
+// advanced target, and whether requests or connections were seen in flight to a target that is
+// Removed.
 func (s *Set) Of(uid UID) (state State, inFlight bool, generation string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -212,13 +213,12 @@ func (s *Set) markTerminating(now time.Time, at int64, uid UID) {
 // Lapse ends the exclusions whose holders did not renew them in time and forgets the pods that have
 // been terminating long enough. It returns the UIDs whose last holder expired, sorted.
 //
-// A missing renewal does not mean that the pod stays: every coordinator that could know may be
-// down. The targets of such a pod therefore stay out until EndpointSlices have called them ready
-// again ([Set.Change]) or a watcher has confirmed that what it reported is fresh ([Set.Refreshed]),
-// and, where their pool has a check, until a probe has succeeded. Without either they stay out,
-// however long: these are pods that were about to be deleted, and no more than half of a Service's.
-// But in a pool where no other target is routable they are taken back at once, and one that was
-// kept stays.
+// A missing renewal does not mean that the pod stays: all coordinators may be down. The targets of
+// such a pod therefore stay out until EndpointSlices list them as ready again ([Set.Change]) or a
+// watcher confirms that its data is fresh ([Set.Refreshed]) and, where their pool has a check,
+// until a probe succeeds. Without either they stay out, however long: these are pods that were
+// about to be deleted, and at most half of a Service's. But in a pool without any other routable
+// target they are taken back immediately, and one that was kept stays.
 func (s *Set) Lapse(now time.Time) []UID {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -251,7 +251,7 @@ func (s *Set) Lapse(now time.Time) []UID {
 
 // Refreshed records that what EndpointSlices have reported so far is what the API server had at
 // asOf, or later: a watch is known to work, or a list was made. It confirms the targets of pods
-// whose exclusions lapsed before.
+// whose exclusions lapsed before that.
 func (s *Set) Refreshed(asOf time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -273,7 +273,7 @@ func (s *Set) confirm(flags flag) {
 	}
 }
 
-// Exclusions returns the state of each that has a holder, sorted by UID.
+// Exclusions returns the state of each exclusion that has a holder, sorted by UID.
 func (s *Set) Exclusions() []Exclusion {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -289,7 +289,7 @@ func (s *Set) Exclusions() []Exclusion {
 	return all
 }
 
-// exclusion is that of p, without what is kept.
+// exclusion returns the exclusion of p, without Kept.
 func (s *Set) exclusion(p *pod) Exclusion {
 	return Exclusion{
 		UID: p.uid, Since: p.since, State: p.state, StateSince: p.stateAt, Generation: s.generationName(),
@@ -361,7 +361,7 @@ func (s *Set) shared(r *record, p *pod) bool {
 	})
 }
 
-// meet notes r if it is of another pod than p, and at one of the addresses of p: of own.
+// meet records r in beside if it is of another pod and has an address of p, which are those of own.
 func (p *pod) meet(own []*record, r *record) {
 	for _, o := range own {
 		if o.target.Addr == r.target.Addr && r.target.UID != p.uid {

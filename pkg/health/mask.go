@@ -5,7 +5,7 @@ import (
 	"math/bits"
 )
 
-// pool is the targets of one pool, what they count to, and what follows for all of them.
+// pool is the targets of one pool, their counts, and what these imply for all of them.
 type pool struct {
 	name    Pool
 	targets map[Target]*record
@@ -14,28 +14,28 @@ type pool struct {
 	withheld records
 	n        [tallies]int32
 	check    *Check
-	// open reports that too few routable targets are usable, so that all are chosen. desperate
-	// reports that none is routable at all, so that those of lapsed exclusions, and those that the
-	// gateway had taken out at the start, are.
+	// open: too few routable targets are usable, so all are chosen. desperate: none is routable at
+	// all, so those of lapsed exclusions are, and those that the gateway had taken out at the
+	// start.
 	open, desperate bool
 	// asOf is when the last exclusion began of a pod, not terminating, that the gateway still
 	// routes to here. never: there is none.
 	asOf int64
-	// hold reports that the gateway has not been seen to route to any chosen target: none is taken
-	// out for its health until it does.
+	// hold: the gateway has not been seen to route to any chosen target, so none is taken out for
+	// its health until it does.
 	hold bool
-	// kept is the record that is excluded and must stay nevertheless, because the gateway routes to
-	// no other that is chosen, or, if it is usable, to no other that is usable: the one that was
-	// excluded last, and rather one that no process lacks. nil: there is none.
+	// kept is the excluded record that stays nevertheless, because the gateway routes to no other
+	// chosen target or, if it is usable, to no other usable one. Of several candidates it is the
+	// one that was excluded last, preferably one that no process lacks. nil: there is none.
 	kept *record
-	// dirty pools are to be settled.
+	// dirty: the pool is to be settled.
 	dirty bool
 }
 
 // tally is what one record counts as in its pool.
 type tally uint8
 
-// The tallies, each the place of a bit.
+// The tallies, each the number of a bit.
 const (
 	isClaimed = iota
 	isRouted
@@ -55,13 +55,13 @@ func (r *record) terminating() bool { return r.pod != nil && r.pod.terminating }
 
 func (r *record) excluded() bool { return r.pod != nil }
 
-// routable reports whether a pod that is not terminating claims r and neither an exclusion nor a
-// doubt is in the way.
+// routable reports whether r is claimed by a pod that is not terminating, and is neither excluded
+// nor in doubt.
 func (r *record) routable() bool {
 	return r.is(claimed) && !r.excluded() && (r.flags&doubts == 0 || r.pool.desperate)
 }
 
-// chosen reports whether r is to have traffic.
+// chosen reports whether r should have traffic.
 func (r *record) chosen() bool {
 	return r.routable() && (r.verdict.Usable() || r.pool.open || r.pool.desperate)
 }
@@ -78,11 +78,11 @@ var wants = [...]Want{
 	WhyChosen: WantRouted, WhyFailingOpen: WantRouted, WhyKept: WantRouted, WhyHeldBack: WantRouted,
 	WhyPending: WantRouted, WhyUnhealthy: WantRemoved, WhyExcluded: WantRemoved, WhyLapsed: WantRemoved,
 	WhyUnproven: WantRemoved, WhyNotReady: WantAbsent, WhyTerminating: WantAbsent,
-	// Excluded or not: without its claim it is unknown whether it is the last one that may serve.
+	// Excluded or not: before its claim is known, it may be the last one that can serve.
 	WhyNotSynced: WantUnknown,
 }
 
-// why is the one place that decides what a key should be.
+// why is the only function that decides about a key.
 func (s *Set) why(r *record) Why {
 	switch {
 	case r.terminating():
@@ -127,8 +127,8 @@ func (s *Set) done(r *record, want Want) bool {
 	}
 }
 
-// refresh counts r as what it is now, and puts it where it belongs. What follows for its pool is
-// left to settle.
+// refresh updates the counts and lists for r. What follows for the rest of its pool is left to
+// settle.
 func (s *Set) refresh(r *record) {
 	p := r.pool
 	var c tally
@@ -185,7 +185,7 @@ func (s *Set) soil(p *pool) {
 	}
 }
 
-// place puts r into the sets and the schedule that follow from what it is.
+// place puts r into the sets and the schedule in which it belongs.
 func (s *Set) place(r *record) {
 	want := s.want(r)
 	todo := s.generation != 0 && want != WantUnknown && !s.done(r, want)
@@ -227,7 +227,7 @@ func (s *Set) settlePool(p *pool) {
 	if sweep {
 		s.sweep(p)
 	}
-	// An excluded target that stays because no other is well is one more that is usable.
+	// An excluded target that is kept because no other is healthy adds to the usable ones.
 	var leans int32
 	if p.n[isWell] == 0 {
 		for _, r := range p.withheld.all {
@@ -259,7 +259,7 @@ func (s *Set) settlePool(p *pool) {
 	if was := p.kept; kept != was {
 		p.kept = kept
 		for _, r := range []*record{was, kept} {
-			// The one that was kept may have been forgotten meanwhile.
+			// The kept one may have been forgotten in the meantime.
 			if r != nil && p.targets[r.target] == r {
 				s.place(r)
 			}
@@ -273,12 +273,12 @@ func (s *Set) sweep(p *pool) {
 	}
 }
 
-// mayStay reports whether r, a withheld record, serves, so that it can be what is kept.
+// mayStay reports whether r, a withheld record, serves, so that it can be kept.
 func (s *Set) mayStay(r *record) bool { return s.serves(r) && !r.routable() }
 
-// compareKept orders the candidates for what is kept: one that is usable, if that is why one is
-// kept; then rather one that no process lacks, then one that is usable, then one that has no holder
-// any more, then the one that was excluded last.
+// compareKept orders the candidates to be kept: first by being usable, if that is why one is kept;
+// then those that no process lacks, then usable ones, then those without a holder, then the one
+// that was excluded last.
 func compareKept(a, b *record, leans bool) int {
 	var x, y uint64
 	if a.pod != nil {

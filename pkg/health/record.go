@@ -7,18 +7,18 @@ type record struct {
 	target Target
 	// pod is set while the pod is excluded or terminating.
 	pod *pod
-	// at has its places in sets, from 1; 0: it is not there.
+	// at is its position in each set, from 1; 0: it is not in the set.
 	at [sets]int
-	// due is the tick of the next probe, place where in the schedule it is.
+	// due is the tick of the next probe, place its position in the schedule.
 	due    int64
 	place  int
 	ticket uint64
 	missed uint8
 
-	// seenAt and seenIn say when and in which generation the gateway was read; seenIn 0: never.
+	// seenAt and seenIn are when and in which generation the gateway was read; seenIn 0: never.
 	seenAt int64
 	// idleSince is the first of an unbroken run of readings, in one generation, with neither
-	// routing nor activity. never: it is not.
+	// routing nor activity. never: the last reading was not such a one.
 	idleSince int64
 	// since is when verdict was entered, lastAt when the last outcome came.
 	since, lastAt int64
@@ -37,10 +37,10 @@ type flag uint16
 const (
 	// claimed by EndpointSlices.
 	claimed flag = 1 << iota
-	// asked: the gateway may have been asked to route to the key since the last reading. That it
-	// was not there then is no evidence any more.
+	// asked: the gateway may have been asked to route to the key since the last reading, so that
+	// its absence in that reading is not evidence any more.
 	asked
-	// present, routed and missing are of the last reading, see Seen.
+	// present, routed and missing are from the last reading, see Seen.
 	present
 	routed
 	missing
@@ -48,9 +48,9 @@ const (
 	// since. unproven: its check has not had a success since.
 	unlisted
 	unproven
-	// own: the verdict was reached under the present check.
+	// own: the present check has reached the verdict.
 	own
-	// scheduled records are probed, of those in flight the outcome is awaited.
+	// scheduled: the target is probed. inFlight: the outcome of a probe is awaited.
 	scheduled
 	inFlight
 	// found: the gateway had it taken out when the agent started, and its check has had neither a
@@ -73,8 +73,8 @@ func (r *record) set(f flag, on bool) {
 
 func (r *record) key() Key { return Key{r.pool.name, r.target} }
 
-// records is a set of them in which each knows its place: a map would remember how large it once
-// was, and take as long to walk.
+// records is a set of records in which each knows its position. A map would keep its largest size,
+// and take as long to walk.
 type records struct {
 	which int
 	all   []*record
@@ -118,7 +118,7 @@ func (s *Set) findOrMake(p *pool, t Target) *record {
 		held.meet(s.ofPod[held.uid], r)
 	}
 	if t.UID == "" {
-		return r // no pod: nothing excludes it
+		return r // without a pod it cannot be excluded
 	}
 	s.ofPod[t.UID] = append(s.ofPod[t.UID], r)
 	if r.pod = s.pods[t.UID]; r.pod != nil && len(r.pod.holders) > 0 {
@@ -127,8 +127,8 @@ func (s *Set) findOrMake(p *pool, t Target) *record {
 	return r
 }
 
-// dropIfDone forgets a record that is not claimed and that the gateway has forgotten. The gateway
-// is written first, the record dropped after. It reports whether it was forgotten.
+// dropIfDone forgets a record that is neither claimed nor present in the gateway, and reports
+// whether it did. So the gateway is always changed before the record is dropped.
 func (s *Set) dropIfDone(r *record) bool {
 	if r.is(claimed|asked) || !s.done(r, WantAbsent) {
 		return false

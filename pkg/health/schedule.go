@@ -8,29 +8,29 @@ import (
 )
 
 const (
-	// tick is how fine probes are planned.
+	// tick is the resolution of the schedule.
 	tick = time.Millisecond
-	// jump is how late Due may be called before it counts as a clock that jumped, and how far one
-	// may go back before it does.
+	// jump is how late Due may be called, and how far its times may go back, before that counts as
+	// a jump of the clock.
 	jump = time.Second
-	// askMost bounds how long Due asks its caller to wait: a target that comes meanwhile may be due
-	// earlier than all others.
+	// askMost bounds how long Due asks its caller to wait: a target that is added in the meantime
+	// may be due before all others.
 	askMost = 100 * time.Millisecond
 	// lostAfter is how many times a probe may be due while the last one is still in flight, before
 	// that one is given up.
 	lostAfter = 3
 )
 
-// schedule has the targets that are probed, the one that is due first in front. It has a time of
-// its own, which goes as the caller's does, but neither stands still nor leaps when that one does:
-// the probes of a second at most are due at once then.
+// schedule has the probed targets, the one that is due first in front. It has its own time, which
+// follows the caller's but neither stops nor jumps when that does: at most the probes of one second
+// are then due at once.
 type schedule struct {
 	heap []*record
-	// present is the schedule's time, offset what it is ahead of the caller's. limit is how far it
-	// may go before Due is called again.
+	// present is the schedule's time, offset by how much it is ahead of the caller's. limit is how
+	// far it may advance before Due is called again.
 	present, offset, limit int64
-	// planned counts the targets that were given their time in the interval, tickets the probes
-	// that were handed out.
+	// planned counts the targets that were placed in their interval, tickets the probes that were
+	// handed out.
 	planned uint32
 	tickets uint64
 }
@@ -55,7 +55,7 @@ func (w *schedule) Pop() any {
 	return r
 }
 
-// pass lets the schedule's time follow the caller's.
+// pass advances the schedule's time to the caller's.
 func (w *schedule) pass(now int64) {
 	t := now + w.offset
 	switch {
@@ -66,7 +66,7 @@ func (w *schedule) pass(now int64) {
 	case t < w.present-int64(jump):
 		w.offset, t = w.offset+w.present-t, w.present
 	case t < w.present:
-		// Two callers have read the clock one after the other, and come here the other way round.
+		// Two callers read the clock and arrived here in the other order.
 		t = w.present
 	case t > w.limit+int64(jump):
 		w.offset, t = w.offset-(t-w.limit-int64(jump)), w.limit+int64(jump)
@@ -84,8 +84,8 @@ func (s *Set) plan(r *record, want bool) {
 		if len(w.heap) == 0 {
 			w.limit = w.present
 		}
-		// The golden ratio spreads any number of targets evenly over the interval, whenever they
-		// come, in the order in which they do.
+		// The golden ratio spreads any number of targets evenly over the interval, in whatever
+		// order they come.
 		w.planned += 0x9e3779b9
 		interval, from := r.pool.check.ticks(), w.present/int64(tick)+1
 		phase := int64(uint64(w.planned) * uint64(interval) >> 32)
@@ -102,9 +102,9 @@ func (s *Set) plan(r *record, want bool) {
 func (c *Check) ticks() int64 { return max(1, int64(c.Interval/tick)) }
 
 // SetCheck sets how the targets of pool are probed. A check that equals the last one changes
-// nothing. Another one restarts probing, and every target's last verdict stands until the new check
-// has one. A check without a protocol ends probing and forgets the verdicts, which would never
-// change. The caller wakes the goroutine that calls [Set.Due].
+// nothing. A different one restarts probing, and every target keeps its last verdict until the new
+// check has reached one. A check without a protocol ends probing and forgets the verdicts, which
+// would never change. The caller wakes the goroutine that calls [Set.Due].
 func (s *Set) SetCheck(now time.Time, pool Pool, c Check) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -117,7 +117,7 @@ func (s *Set) SetCheck(now time.Time, pool Pool, c Check) {
 		return
 	}
 	at := s.begin(now)
-	// In an order, so that a simulation that is replayed probes at the same times.
+	// Sorted, so that a replayed simulation probes at the same times.
 	all := slices.SortedFunc(maps.Values(p.targets), func(a, b *record) int { return compareKeys(a.key(), b.key()) })
 	for _, r := range all {
 		s.plan(r, false)
@@ -137,15 +137,15 @@ func (s *Set) SetCheck(now time.Time, pool Pool, c Check) {
 	s.end(now)
 }
 
-// Due appends to jobs no more than most probes that are due at now, each of a target of which no
-// other is in flight, and returns when to ask again: the zero time if no target is to be probed at
-// all, so that the caller waits until it is woken. The probes of a check are spread evenly over its
-// interval, the first one of a target too, which comes within one interval. Each has its time in
-// the interval and keeps it, however late it is handed out.
+// Due appends to jobs at most most probes that are due at now, and returns when to ask again: the
+// zero time if no target is to be probed at all, so that the caller waits until it is woken. A
+// target has at most one probe in flight. The probes of a check are spread evenly over its
+// interval, and a target's first probe comes within one interval. Each target keeps its time in the
+// interval, however late a probe is handed out.
 //
-// Every job is to be answered by [Set.Report]. One that is not answered for three intervals is
-// given up, and the target is probed again. A clock that jumps moves the times of all probes, and
-// neither stops them nor makes more than a second's due at once.
+// Every job has to be answered by [Set.Report]. After three intervals without an answer it is given
+// up, and the target is probed again. If the clock jumps, the times of all probes move with it:
+// probing does not stop, and at most the probes of one second become due at once.
 func (s *Set) Due(now time.Time, jobs []Job, most int) ([]Job, time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -182,8 +182,9 @@ func (s *Set) Due(now time.Time, jobs []Job, most int) ([]Job, time.Time) {
 	return jobs, now.Add(time.Duration(w.limit - w.present))
 }
 
-// Report takes in how a probe ended. It reports whether that counted: not if the job was given up,
-// if its target has left since, or if the check is another one, and not twice.
+// Report records the outcome of a probe. It reports whether the outcome counted: it does not if the
+// job was given up, if its target has left since, if the check has changed, or if it was reported
+// before.
 func (s *Set) Report(now time.Time, job Job, outcome Outcome) bool {
 	s.mu.Lock()
 	fresh := false
@@ -222,7 +223,7 @@ func (s *Set) take(at int64, r *record, outcome Outcome) bool {
 	if c := r.pool.check; c != nil && r.count(c.Thresholds, outcome.Kind) {
 		r.since = at
 		if r.is(own) {
-			r.set(found, false) // it has a verdict again
+			r.set(found, false) // it has a verdict
 		}
 		s.refresh(r)
 	}
@@ -230,8 +231,8 @@ func (s *Set) take(at int64, r *record, outcome Outcome) bool {
 	return s.fresh
 }
 
-// Work is signalled when the outcome of a probe has brought something to do: see [Set.Pending]. The
-// caller that makes any other change knows whom to wake. One receiver is meant.
+// Work is signaled when the outcome of a probe has made an operation necessary: see [Set.Pending].
+// After any other change its caller has to look itself. There must be only one receiver.
 func (s *Set) Work() <-chan struct{} { return s.work }
 
 func (s *Set) tell(fresh bool) {

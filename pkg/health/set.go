@@ -8,14 +8,14 @@ import (
 	"time"
 )
 
-// IdleGap is how far apart two readings must be that both show nothing running on a target, before
-// it counts as [Idle]. A proxy thread that had picked the target just before it was taken out may
-// not be in the counters of the first reading yet.
+// IdleGap is the time between two readings that must both show nothing running on a target before
+// it counts as [Idle]. A proxy thread that picked the target just before its removal may not be in
+// the counters of the first reading yet.
 const IdleGap = 10 * time.Millisecond
 
 const never int64 = math.MinInt64
 
-// Endpoint is one address of a Service as EndpointSlices tell it.
+// Endpoint is one address of a Service in EndpointSlices.
 type Endpoint struct {
 	Target
 	// Routable: EndpointSlices want traffic there. It is ready and not terminating.
@@ -24,15 +24,15 @@ type Endpoint struct {
 	Terminating bool
 }
 
-// Change is one step from what EndpointSlices said of a pool to what they say now.
+// Change is a change of one endpoint of a pool in EndpointSlices.
 type Change struct {
-	// Endpoint is what is said now.
+	// Endpoint is its present state.
 	Endpoint
-	// Unlisted: the target is not listed any more. Nothing but its Target counts then.
+	// Unlisted: the target is not listed any more. Then only Target counts.
 	Unlisted bool
 }
 
-// Options are what a set can do otherwise.
+// Options are the settings of a set.
 type Options struct {
 	// UsablePercent of the routable targets of a pool must be usable, or all are chosen: 1 to 100.
 	// 0: 50. Where none is usable, all are chosen in any case.
@@ -41,9 +41,9 @@ type Options struct {
 
 // Set holds every target that EndpointSlices, an operator or an earlier agent gave the gateway, the
 // exclusions, and the health. See the package comment for the rules. Its methods may be called from
-// any goroutine. What a call costs follows what it changes, not what the set holds, except where it
-// changes something for all: another generation of the gateway (all targets), an exclusion, a
-// check, or a pool that begins to fail open (all of its targets).
+// any goroutine. The cost of a call depends on what it changes, not on the size of the set, except
+// where it changes something for all: another generation of the gateway (all targets), an
+// exclusion, a check, or a pool that begins to fail open (all of its targets).
 type Set struct {
 	usablePercent int
 	work          chan struct{}
@@ -55,7 +55,7 @@ type Set struct {
 	// of lastName.
 	generation, last uint32
 	lastName         string
-	// readAt is when the last reading that was taken in began, or when the gateway was last found
+	// readAt is when the last recorded reading began, or when the gateway was last found
 	// unreadable.
 	readAt int64
 	pools  map[Pool]*pool
@@ -63,10 +63,10 @@ type Set struct {
 	ofPod         map[UID][]*record
 	todo, watched records
 	dirty         []*pool
-	// fresh: something has come to todo since it was last cleared.
+	// fresh: something was added to todo since fresh was last cleared.
 	fresh bool
 
-	// pods are those that are excluded or terminating; held those with a holder.
+	// pods are the excluded or terminating pods, held those with a holder.
 	pods       map[UID]*pod
 	held       map[*pod]struct{}
 	exclusions uint64
@@ -84,8 +84,8 @@ func New(o Options) *Set {
 	}
 }
 
-// stamp turns a time into nanoseconds since the first that the set was given, by the monotonic
-// clock where there is one.
+// stamp converts a time to nanoseconds since the first one that the set received, by the monotonic
+// clock if there is one.
 func (s *Set) stamp(t time.Time) int64 {
 	if s.epoch.IsZero() {
 		s.epoch = t
@@ -102,10 +102,10 @@ func (s *Set) pool(name Pool) *pool {
 	return p
 }
 
-// Change applies a difference to what EndpointSlices say of pool: what changes does not list stays
-// as it was. The pod of a terminating endpoint is never routed again. Changes are applied in their
-// order, all at once: no operation follows from only some of them. A target is meant to be in
-// changes once; the health of one that leaves and returns in the same call may be forgotten.
+// Change applies changes of endpoints to pool. Endpoints that are not in changes stay as they are.
+// The pod of a terminating endpoint is never routed again. Changes are applied in order and all
+// together: no operation follows from only some of them. A target should be in changes only once,
+// or its health may be forgotten when it leaves and returns in the same call.
 func (s *Set) Change(now time.Time, pool Pool, changes []Change) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -125,7 +125,7 @@ func (s *Set) Change(now time.Time, pool Pool, changes []Change) {
 	s.end(now)
 }
 
-// begin and end are around what may make targets known or plan probes.
+// begin and end enclose every call that may add targets or plan probes.
 func (s *Set) begin(now time.Time) int64 {
 	at := s.stamp(now)
 	s.schedule.pass(at)
@@ -137,7 +137,7 @@ func (s *Set) end(now time.Time) {
 	s.judgeHeld(now)
 }
 
-// claim records whether EndpointSlices want traffic at a target.
+// claim records whether EndpointSlices list a target as routable.
 func (s *Set) claim(r *record, yes bool) {
 	switch {
 	case yes:
@@ -157,8 +157,8 @@ func (s *Set) claim(r *record, yes bool) {
 	}
 }
 
-// Synced records that every pool has received a complete list. Before it, nothing is taken out for
-// want of a claim, and no exclusion without a known target counts as done.
+// Synced records that every pool has received a complete list. Before it, no target is taken out
+// because it is not claimed, and no exclusion without a known target counts as done.
 func (s *Set) Synced() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -183,9 +183,9 @@ func (s *Set) refreshAll() {
 	}
 }
 
-// Adopt adds keys that the gateway has from an earlier agent or configuration. Those that no
-// endpoint claims are removed once the set has synced. A key that the set has already is not
-// touched.
+// Adopt adds keys that are in the gateway from an earlier agent or configuration. Those that no
+// endpoint claims are removed once the set has synced. A key that the set already has is not
+// changed.
 func (s *Set) Adopt(now time.Time, keys []Key) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -196,12 +196,12 @@ func (s *Set) Adopt(now time.Time, keys []Key) {
 	s.end(now)
 }
 
-// Pending returns the operations that the last observations do not show as done, in the order to
-// apply them: first what brings targets in, then what takes them out, then what forgets them. There
-// are none while the gateway is unread, and an exclusion takes nothing out that was not read in
-// this generation and since the last exclusion in its pool began: what the last target is must be
-// known first. The caller applies them and then reads their keys: until then the set does not
-// forget a key that was to be routed.
+// Pending returns the operations that the last readings do not show as done, in the order to apply
+// them: first those that bring targets in, then those that take them out, then those that delete
+// them. There are none while the gateway is unread. An exclusion takes out only targets that were
+// read in this generation and since the last exclusion in their pool began, because the last target
+// must be known first. The caller applies the operations and then reads their keys: until then the
+// set does not forget a key that was to be routed.
 func (s *Set) Pending() []Op {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -223,10 +223,10 @@ func (s *Set) Pending() []Op {
 	return ops
 }
 
-// Watched returns the keys to read now: those of excluded pods, again and again, because a gateway
-// may change its mind, those that were not read in its present generation, or not since they were
-// to be routed, and those that must be seen routed before a target of their pool may be taken out.
-// Sorted.
+// Watched returns the keys to read now, sorted: those of excluded pods, every time, because a
+// gateway may route to them again; those that were not read in the present generation, or not since
+// they were to be routed; and those that must be seen routed before a target of their pool may be
+// taken out.
 func (s *Set) Watched() []Key {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -238,13 +238,13 @@ func (s *Set) Watched() []Key {
 	return keys
 }
 
-// Observe takes in a reading. Readings of keys that the set no longer has change nothing, nor does
-// a reading that began before the last one. A new generation voids what was seen of all others, an
-// unread pool what was seen of its own targets.
+// Observe records a reading. Readings of keys that the set no longer has change nothing, nor does a
+// reading that began before the last one. A new generation voids all other readings, an unread pool
+// those of its own targets.
 //
-// In the first generation, a target of a pool with a check that the gateway knows and does not
-// route to was taken out by an agent before this one, whose verdicts are not known. It stays out
-// until a probe of it has succeeded, its check has a verdict, or no other is routable.
+// In the first generation, a target of a pool with a check that is in the gateway but not routed
+// was taken out by an earlier agent, whose verdicts are unknown. It stays out until a probe of it
+// has succeeded, its check has a verdict, or no other target is routable.
 func (s *Set) Observe(now time.Time, o Observation) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -267,8 +267,8 @@ func (s *Set) Observe(now time.Time, o Observation) {
 		r := p.targets[k.Target]
 		if s.last == 1 && r.seenIn == 0 && seen.Present && !seen.Routed && !r.is(asked) && !r.excluded() &&
 			(r.is(claimed) || !s.synced) {
-			// The agent before this one took it out, and may have known why: what the gateway does
-			// is all that is left of its verdicts.
+			// An earlier agent took it out, perhaps for its health: of that agent's verdicts only
+			// the state of the gateway is left.
 			r.set(found, p.check != nil && !r.is(own))
 		}
 		idle := !seen.Routed && seen.Active == 0
@@ -302,8 +302,8 @@ func (s *Set) Observe(now time.Time, o Observation) {
 	s.judgeHeld(now)
 }
 
-// Void records that the gateway could not be read: nothing that was seen, or began to be read
-// before now, is evidence any more.
+// Void records that the gateway could not be read: no earlier reading, nor one that began before
+// now, is evidence any more.
 func (s *Set) Void(now time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -323,7 +323,7 @@ func (s *Set) generationName() string {
 	return s.lastName
 }
 
-// Count is how many targets the set has, and in which condition.
+// Count is how many targets a pool has, by condition.
 type Count struct {
 	// Claimed by EndpointSlices.
 	Claimed int

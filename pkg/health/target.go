@@ -8,12 +8,12 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/target"
 )
 
-// UID is a pod's metadata.uid. It names one pod permanently: a pod that is made again under the
-// same name has another.
+// UID is a pod's metadata.uid. It names one pod permanently: a new pod of the same name has another
+// UID.
 type UID = target.UID
 
 // Target is one address of one pod. The same ip:port of another pod is another Target, so that
-// nothing known of the one (health, exclusions, requests in flight) is ever believed of the other.
+// neither health nor exclusions nor requests in flight of the one are ever attributed to the other.
 type Target struct {
 	UID  UID
 	Addr netip.AddrPort
@@ -43,9 +43,9 @@ const (
 	WantUnknown Want = iota
 	// WantRouted asks the gateway to send requests to the target.
 	WantRouted
-	// WantRemoved asks the gateway to send nothing new to the target. What runs there goes on.
+	// WantRemoved asks the gateway to send nothing new to the target. Running requests continue.
 	WantRemoved
-	// WantAbsent asks for WantRemoved and then to forget the target once nothing runs on it any
+	// WantAbsent asks for WantRemoved and then to delete the target once nothing runs on it any
 	// more.
 	WantAbsent
 )
@@ -55,7 +55,7 @@ func (w Want) String() string {
 	return name(w, "unknown", "routed", "removed", "absent")
 }
 
-// Op is one step for the gateway. Ops are idempotent: the same Op again changes nothing.
+// Op is one operation on the gateway. Ops are idempotent: a repeated Op changes nothing.
 type Op struct {
 	Key
 	Want Want
@@ -64,15 +64,15 @@ type Op struct {
 // String prints the op as "removed web/10.0.0.1:80@uid".
 func (o Op) String() string { return o.Want.String() + " " + o.Key.String() }
 
-// Seen is what all live processes of a gateway do with one key, read back from them.
+// Seen is the state of one key, read back from all live processes of a gateway.
 type Seen struct {
 	// Present: at least one process has a server for the key.
 	Present bool
 	// Routed: at least one process may send a new request to it. Present without Routed means taken
 	// out.
 	Routed bool
-	// Missing: a process that takes new requests does not route to it. It is not there, or taken
-	// out. A key can be Routed in one process and Missing in another.
+	// Missing: a process that accepts new requests does not route to it, because it is absent or
+	// taken out. A key can be Routed in one process and Missing in another.
 	Missing bool
 	// Active counts the requests (or connections, by the gateway's granularity) queued for it,
 	// retrying to it and in flight to it, over all processes, old ones that finish their work
@@ -82,15 +82,15 @@ type Seen struct {
 
 // Observation is one reading of a gateway.
 type Observation struct {
-	// Generation names the set of processes that was read. A reload or a restart makes another.
-	// What was true of one generation is not evidence for the next. It is never empty.
+	// Generation names the set of processes that was read. A reload or a restart makes a new one,
+	// for which readings of the old one are no evidence. It is never empty.
 	Generation string
 	// At is when the reading began.
 	At time.Time
-	// Seen has one entry for each key that was asked for, but for those of unread pools.
+	// Seen has one entry for each requested key, except those of unread pools.
 	Seen map[Key]Seen
-	// Unread are the pools of which nothing is known, each with the reason: the gateway has not
-	// loaded them.
+	// Unread are the pools that could not be read, each with the reason, such as that the gateway
+	// has not loaded it.
 	Unread map[Pool]error
 }
 

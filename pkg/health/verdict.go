@@ -1,7 +1,7 @@
 package health
 
-// Verdict is what probes say of a target. The names mean what they mean in
-// lua-resty-healthcheck, which has no VerdictUnknown: there a target begins as healthy.
+// Verdict is the health of a target according to its probes. The names have the meanings that they
+// have in lua-resty-healthcheck, except VerdictUnknown: there a target begins as healthy.
 type Verdict uint8
 
 const (
@@ -27,7 +27,7 @@ func (v Verdict) String() string {
 	return name(v, "unknown", "healthy", "unhealthy", "mostly_healthy", "mostly_unhealthy")
 }
 
-// Usable reports whether traffic may be sent to the target for all that is known of its health.
+// Usable reports whether the target's health permits traffic to it.
 func (v Verdict) Usable() bool { return v != Unhealthy && v != MostlyUnhealthy }
 
 // limit returns the threshold for outcomes of kind k. 0: they are not counted.
@@ -46,10 +46,10 @@ func (t Thresholds) limit(k OutcomeKind) uint8 {
 	}
 }
 
-// count takes one outcome into the counters (of Success, HTTPFailure, TCPFailure and Timeout) and
-// reports whether the verdict is another now. What has no threshold is not counted and resets
-// nothing. Until the present check has a verdict of its own, both sides are counted and the verdict
-// of the last one stands.
+// count adds one outcome to the counters (of Success, HTTPFailure, TCPFailure and Timeout) and
+// reports whether the verdict has changed. An outcome without a threshold is not counted and resets
+// no counter. Until the present check has a verdict of its own, both sides are counted and the
+// former verdict stays.
 func (r *record) count(t Thresholds, k OutcomeKind) bool {
 	limit := t.limit(k)
 	if limit == 0 {

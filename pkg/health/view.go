@@ -23,10 +23,10 @@ const (
 	// WhyHeldBack targets are unhealthy and have traffic: the gateway has not been seen to route to
 	// any that is chosen.
 	WhyHeldBack
-	// WhyPending targets are to have traffic: the gateway has not been seen to route to them yet,
-	// or was not read.
+	// WhyPending targets will have traffic: the gateway has not been seen to route to them yet, or
+	// was not read.
 	WhyPending
-	// WhyUnhealthy targets have no traffic for their health.
+	// WhyUnhealthy targets have no traffic because of their health.
 	WhyUnhealthy
 	// WhyExcluded targets have no traffic because a coordinator wants the gateway to stop routing
 	// to their pod.
@@ -37,7 +37,7 @@ const (
 	// WhyUnproven targets have no traffic because the gateway gave them none when the agent
 	// started, and probes have no verdict yet.
 	WhyUnproven
-	// WhyNotReady targets have no traffic because EndpointSlices do not want any there.
+	// WhyNotReady targets have no traffic because EndpointSlices do not list them as ready.
 	WhyNotReady
 	// WhyNotSynced targets are left as they are in the gateway: EndpointSlices have not been
 	// received yet.
@@ -52,7 +52,7 @@ func (w Why) String() string {
 		"excluded", "lapsed", "unproven", "not-ready", "not-synced", "terminating")
 }
 
-// Detail is all that an operator may want to know of a target.
+// Detail is the complete state of a target, for operators.
 type Detail struct {
 	Key
 	Verdict Verdict
@@ -64,8 +64,8 @@ type Detail struct {
 	// Last is the last outcome, and LastAt when it came. The zero time: never.
 	Last   Outcome
 	LastAt time.Time
-	// Read reports that Seen was read in the gateway's present generation, at SeenAt. Else nothing
-	// is known.
+	// Read: Seen was read in the gateway's present generation, at SeenAt. Otherwise nothing is
+	// known.
 	Read   bool
 	Seen   Seen
 	SeenAt time.Time
@@ -79,7 +79,7 @@ type Counters struct {
 	Successes, HTTPFailures, TCPFailures, Timeouts uint8
 }
 
-// Targets returns what is known of every target, sorted by key.
+// Targets returns the details of every target, sorted by key.
 func (s *Set) Targets() []Detail {
 	s.mu.Lock()
 	pools, n := slices.Collect(maps.Values(s.pools)), 0
@@ -89,7 +89,7 @@ func (s *Set) Targets() []Detail {
 	s.mu.Unlock()
 	all := make([]Detail, 0, n)
 	for _, p := range pools {
-		s.mu.Lock() // for one pool at a time: others wait for it
+		s.mu.Lock() // for one pool at a time, so that other callers wait less
 		for _, r := range p.targets {
 			all = append(all, s.detail(r))
 		}

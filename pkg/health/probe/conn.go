@@ -11,7 +11,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// dialer opens the connections of probes. TCP keep-alive would outlive no probe.
+// dialer opens the connections of probes, which are too short for TCP keep-alive.
 var dialer = net.Dialer{KeepAlive: -1}
 
 // dial opens a connection that ends by RST.
@@ -21,7 +21,7 @@ func dial(ctx context.Context, addr netip.AddrPort) (*net.TCPConn, error) {
 		return nil, err
 	}
 	c := nc.(*net.TCPConn)
-	_ = c.SetLinger(0) // at worst it ends by FIN
+	_ = c.SetLinger(0) // if that fails it ends by FIN
 	return c, nil
 }
 
@@ -49,11 +49,11 @@ func failure(err error) health.Outcome {
 	if errno, ok := errors.AsType[syscall.Errno](err); ok {
 		return broken(errno)
 	}
-	// Closed before the answer, or no TLS as the check wants it.
+	// Closed before the answer, or a failed TLS handshake.
 	return health.Outcome{Kind: health.TCPFailure}
 }
 
-// broken turns an errno into an outcome. What this machine lacks is not the target's fault.
+// broken converts an errno to an outcome. A lack of resources here is not the target's fault.
 func broken(errno syscall.Errno) health.Outcome {
 	kind := health.TCPFailure
 	switch errno {

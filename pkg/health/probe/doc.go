@@ -1,8 +1,8 @@
-// Package probe asks targets whether they are well.
+// Package probe checks the health of targets by TCP, HTTP and gRPC.
 //
 // A [Runner] takes probes that are due from a [Source], carries them out, and returns their
-// outcomes. It knows no schedule, no thresholds and no verdicts; the source has them. Each probe in
-// flight is a goroutine on the standard library's network stack.
+// outcomes. It has no schedule, thresholds or verdicts: the source, package health, has them. Each
+// probe in flight is a goroutine on the standard library's network stack.
 //
 //	            Due                      start
 //	Source ------------> probes due ------------> in flight ------> outcome ----> Source.Report
@@ -12,9 +12,9 @@
 // # A black hole delays no other target
 //
 // A probe that waits for an answer uses no CPU, and the number of probes in flight is bounded.
-// Targets whose last probe ended by timeout share one half of the bound; those that find no
-// capacity there wait in the order in which they were due. However many targets are black-holed,
-// the others have the other half. The exception is the first [health.Check.Timeout] of a new black
+// Targets whose last probe ended by timeout share one half of the bound; when that half is full,
+// further ones wait in the order in which they were due. However many targets are black-holed, the
+// others have the other half. The exception is the first [health.Check.Timeout] of a new black
 // hole: it delays others if more targets than the bound fall silent within it.
 //
 // # What the target sees

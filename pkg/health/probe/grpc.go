@@ -32,7 +32,7 @@ const (
 
 // callHealth calls grpc.health.v1.Health/Check on a connection of its own, by HTTP/2 without TLS.
 func callHealth(ctx context.Context, job *health.Job) health.Outcome {
-	// Not by the transport, whose dials outlast the context.
+	// Not by the transport, whose dials continue after the context has ended.
 	raw, err := dial(ctx, address(job))
 	if err != nil {
 		return failure(err)
@@ -77,13 +77,13 @@ func callHealth(ctx context.Context, job *health.Job) health.Outcome {
 		return judgeHealth(resp, body)
 	case outcome == health.Outcome{Kind: health.TCPFailure} && !errors.Is(err, io.EOF) &&
 		!errors.Is(err, io.ErrUnexpectedEOF):
-		return malformed // the connection is good, what came on it is not HTTP/2
+		return malformed // the connection works, but the peer does not speak HTTP/2
 	default:
 		return outcome
 	}
 }
 
-// bounded is a connection of which no more bytes are read than left.
+// bounded is a connection from which at most left bytes are read.
 type bounded struct {
 	*net.TCPConn
 	left int
@@ -98,7 +98,7 @@ func (b *bounded) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// judgeHealth turns a whole answer into an outcome.
+// judgeHealth converts a complete answer to an outcome.
 func judgeHealth(resp *http.Response, body []byte) health.Outcome {
 	code := 0
 	if resp.StatusCode != http.StatusOK {

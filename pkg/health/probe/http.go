@@ -16,7 +16,7 @@ import (
 // maxAnswer bounds what is read of one answer, in bytes. No body changes the outcome.
 const maxAnswer = 16 << 10
 
-// malformed is the outcome of an answer that is none of its protocol.
+// malformed is the outcome of an answer that violates the protocol.
 var malformed = health.Outcome{Kind: health.HTTPFailure}
 
 func (r *Runner) get(ctx context.Context, job *health.Job) health.Outcome {
@@ -53,7 +53,7 @@ func (r *Runner) tls(job *health.Job) *tls.Config {
 	}
 }
 
-// answer reads at most maxAnswer bytes, and remembers why there were no more.
+// answer reads at most maxAnswer bytes, and remembers the error that ended it.
 type answer struct {
 	from io.Reader
 	n    int
@@ -65,7 +65,7 @@ func (a *answer) Read(b []byte) (int, error) {
 		return 0, io.EOF
 	}
 	if a.err != nil {
-		return 0, a.err // of a connection that was reset, the next error would be another
+		return 0, a.err // after a reset, the next read would return another error
 	}
 	n, err := a.from.Read(b[:min(len(b), maxAnswer-a.n)])
 	a.n, a.err = a.n+n, err
@@ -75,7 +75,7 @@ func (a *answer) Read(b []byte) (int, error) {
 // judge reads the head of the answer.
 func (a *answer) judge(c *health.Check) health.Outcome {
 	b := bufio.NewReaderSize(a, 1024)
-	// A peer that speaks something else may never send the end of a line.
+	// A peer with another protocol may never end its first line.
 	if start, err := b.Peek(5); err == nil && string(start) != "HTTP/" {
 		return malformed
 	}

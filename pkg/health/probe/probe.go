@@ -10,18 +10,18 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Source has the schedule. Its methods are called from the goroutine of [Runner.Run] alone, and
-// must not wait.
+// Source has the schedule. Only the goroutine of [Runner.Run] calls its methods. They must not
+// block.
 type Source interface {
 	// Due appends to jobs at most max probes that are due at now, and returns when to ask again
 	// (zero: when woken).
 	Due(now time.Time, jobs []health.Job, max int) ([]health.Job, time.Time)
-	// Report takes in an outcome. It reports whether that counts.
+	// Report records an outcome. It reports whether that counts.
 	Report(now time.Time, job health.Job, outcome health.Outcome) bool
 }
 
-// Observer receives what the runner does, for metrics. Its methods are called from the goroutine of
-// [Runner.Run] alone, and must not wait.
+// Observer counts what the runner does, for metrics. Only the goroutine of [Runner.Run] calls its
+// methods. They must not block.
 type Observer interface {
 	// Finished is called when a probe of protocol ended.
 	Finished(protocol health.Protocol, outcome health.Outcome)
@@ -35,11 +35,11 @@ const (
 	// together.
 	round = 8 * time.Millisecond
 	// heldUp is how late a timeout may be noticed. A later one means that this process did not run
-	// in time, and says nothing about the target.
+	// in time, and is no evidence about the target.
 	heldUp = 100 * time.Millisecond
 )
 
-// Runner carries out probes. Its fields must not change once Run was called.
+// Runner carries out probes. Its fields must not change after Run was called.
 type Runner struct {
 	Source Source
 	// Observer may be nil.
@@ -56,8 +56,8 @@ type Runner struct {
 	wake chan struct{}
 }
 
-// Wake makes the runner ask its source at once. It may be called from any goroutine, also when
-// nothing runs, and never waits.
+// Wake makes the runner ask its source immediately. It may be called from any goroutine, also when
+// the runner does not run, and never blocks.
 func (r *Runner) Wake() {
 	select {
 	case r.woken() <- struct{}{}:
@@ -77,7 +77,7 @@ type flight struct {
 	outcome health.Outcome
 }
 
-// loop is a running Runner. All of it belongs to the goroutine of Run.
+// loop is a running Runner. It belongs to the goroutine of Run.
 type loop struct {
 	*Runner
 	ctx         context.Context
@@ -199,7 +199,7 @@ func (l *loop) land(f *flight) {
 		l.silentFlying--
 	}
 	if l.ctx.Err() != nil {
-		return // the end of Run ended the probe: that is no outcome
+		return // the end of Run ended the probe: there is no outcome
 	}
 	now := time.Now()
 	if l.Observer != nil {
