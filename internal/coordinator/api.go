@@ -31,14 +31,14 @@ import (
 // cut and starts again.
 const writeTimeout = 5 * time.Second
 
-// linesKept is how many bytes a stream keeps to write into again. It needs more when many drains
-// begin at one time, which is seldom.
+// linesKept is the size of the buffer that a stream keeps between writes. It rarely needs more,
+// when many drains begin together.
 const linesKept = 4 << 10
 
 // bodyTimeout is how long an agent may take to send the body of a post. A slower one is cut.
 const bodyTimeout = 5 * time.Second
 
-// noContent is how the metrics name the status of reports that were taken.
+// noContent is the status of accepted reports in the metrics.
 const noContent = "204"
 
 // authTimeout is how long an Authenticator may take, twice what it waits for one answer.
@@ -48,38 +48,38 @@ const authTimeout = 10 * time.Second
 // each is a question to the API server.
 const maxNamespaces = 100
 
-// Identity is who an agent is, as its token proves.
+// Identity is the identity of an agent, which its token proves.
 type Identity struct {
 	Agent drain.AgentID
 	// Name is namespace/name of its pod.
 	Name string
-	// Username is what its right is asked for by.
+	// Username is the user whose rights are checked.
 	Username string
-	// Everywhere says that it may acknowledge drains in every namespace. If not, an [Authorizer] is
-	// asked for each.
+	// Everywhere: it may acknowledge drains in every namespace. If not, an [Authorizer] is asked
+	// for each namespace.
 	Everywhere bool
-	// Replica says that it is not an agent but a replica of the coordinator.
+	// Replica: it is not an agent but a replica of the coordinator.
 	Replica bool
-	// Until is when the token ends, and the agent's stream with it. Zero: this is not known.
+	// Until is when the token ends, and the agent's stream with it. Zero: unknown.
 	Until time.Time
 }
 
-// ErrUnauthenticated and ErrForbidden are what an Authenticator's errors may wrap: the token proves
-// nothing, or it proves someone who may not acknowledge drains. Any other error means that it could
-// not be found out now.
+// ErrUnauthenticated and ErrForbidden are what an Authenticator's errors may wrap: the token is not
+// valid, or its user may not acknowledge drains. Any other error means that the question could not
+// be answered.
 var (
 	ErrUnauthenticated = errors.New("the token is not valid here")
 	ErrForbidden       = errors.New("not allowed to acknowledge drains")
 )
 
-// Authenticator tells who presents a bearer token.
+// Authenticator identifies the caller that presents a bearer token.
 type Authenticator interface {
 	Authenticate(ctx context.Context, token string) (Identity, error)
 }
 
-// Authorizer is an Authenticator that also tells who may acknowledge what. A coordinator whose
-// Authenticator is none serves no barriers, and accepts declarations only of agents that may
-// acknowledge drains everywhere.
+// Authorizer is an Authenticator that also checks rights by namespace. A coordinator whose
+// Authenticator is not an Authorizer serves no barriers, and accepts declarations only from agents
+// that may acknowledge drains everywhere.
 type Authorizer interface {
 	// MayAcknowledge reports whether who may acknowledge drains of the pods of namespace; "" is
 	// every namespace. It is asked again for as long as the agent has a stream.
@@ -88,13 +88,13 @@ type Authorizer interface {
 	MayAskBarriers(ctx context.Context, who Identity) (bool, error)
 }
 
-// access is who may call a route.
+// access is which callers a route admits.
 type access string
 
-// agents may call: those whom the Authenticator knows.
+// agents: callers that the Authenticator identifies.
 const agents access = "agents"
 
-// replicas may call: other replicas of the coordinator.
+// replicas: other replicas of the coordinator.
 const replicas access = "replicas"
 
 // route is one row of the API's table.
@@ -127,7 +127,7 @@ func (r refusal) Error() string { return r.text }
 var errStale = refusal{http.StatusConflict, "the session is not this agent's present one on this replica: open a " +
 	"new stream"}
 
-// errWritten says that the handler has answered by itself.
+// errWritten means that the handler has written its answer.
 var errWritten = errors.New("written")
 
 // Handler returns the API for agents.
@@ -151,9 +151,9 @@ func (c *Coordinator) Handler() http.Handler {
 }
 
 func (c *Coordinator) serve(row route, w http.ResponseWriter, r *http.Request) {
-	// A body that nobody reads is read to its end by the server before it goes on.
+	// The server reads a body that the handler did not read to its end.
 	cutBodyAt(w, r, time.Now().Add(authTimeout+bodyTimeout))
-	w.Header().Set("Connection", "close") // until it is known who asks
+	w.Header().Set("Connection", "close") // until the caller is identified
 	token, bearer := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
 	if !bearer {
 		c.answer(w, row.path, nil, refusal{http.StatusUnauthorized,
@@ -188,16 +188,16 @@ func (c *Coordinator) serve(row route, w http.ResponseWriter, r *http.Request) {
 	})).ServeHTTP(w, r)
 }
 
-// cutBodyAt sets when a body that is not there yet is given up; at the zero time, never. What
-// cannot have a deadline, such as a recorder in a test, has none, and neither has a request without
-// a body: its connection is only watched for its end.
+// cutBodyAt sets the deadline for reading the body, or removes it at the zero time. It does nothing
+// for a writer without deadlines, such as a recorder in a test, and for a request without a body,
+// whose connection is only watched for its end.
 func cutBodyAt(w http.ResponseWriter, r *http.Request, at time.Time) {
 	if r.ContentLength != 0 {
 		_ = http.NewResponseController(w).SetReadDeadline(at)
 	}
 }
 
-// answer is the one place that writes a response, but for the stream's.
+// answer writes all responses except those of streams.
 func (c *Coordinator) answer(w http.ResponseWriter, path string, result any, err error) {
 	code := http.StatusOK
 	switch refused := (refusal{}); {
@@ -218,12 +218,12 @@ func (c *Coordinator) answer(w http.ResponseWriter, path string, result any, err
 	}
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(code)
-	// The status is out; an agent that has gone away needs no more.
+	// The status is written; a failure means that the agent has closed the connection.
 	_ = json.NewEncoder(w).Encode(result)
 }
 
-// decode reads a request body, and readmits the deadline of it: from then on the connection is only
-// watched for its end. Unknown fields are accepted, since newer agents send more than we know.
+// decode reads a request body, and then removes its deadline: from then on the connection is only
+// watched for its end. Unknown fields are accepted, because newer agents may send more.
 func decode(w http.ResponseWriter, r *http.Request, into any) error {
 	decoder := json.NewDecoder(r.Body)
 	err := decoder.Decode(into)
@@ -300,7 +300,7 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 	return declared, nil
 }
 
-// authorize refuses routes in namespaces whose drains who may not acknowledge.
+// authorize returns a refusal if who may not acknowledge drains in a namespace of routes.
 func (c *Coordinator) authorize(ctx context.Context, who Identity, routes []drain.Route) error {
 	if who.Everywhere {
 		return nil
@@ -338,8 +338,8 @@ func namespacesOf(routes []drain.Route) []string {
 	return slices.Sorted(maps.Keys(all))
 }
 
-// watchRights ends the streams of agents whose right was taken, until ctx is done. What cannot be
-// asked ends none.
+// watchRights ends the streams of agents whose right was withdrawn, until ctx is done. A check that
+// fails ends none.
 func (c *Coordinator) watchRights(ctx context.Context) {
 	authorizer, can := c.Authenticate.(Authorizer)
 	if !can {
@@ -385,7 +385,7 @@ func (c *Coordinator) watchRights(ctx context.Context) {
 // podDeleted is why a stream ends, or is refused, when the watch shows the agent's pod deleted.
 const podDeleted = "the agent's pod is deleted"
 
-// take gives the ledger what an agent reports.
+// take passes an agent's reports to the ledger.
 func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports) error {
 	if len(said.Reports) > wire.MaxReports {
 		return refusal{http.StatusRequestEntityTooLarge,
@@ -452,12 +452,12 @@ func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports)
 	return nil
 }
 
-// listen takes in what an agent writes into its stream until that ends, and returns why. Once a
-// line has begun, it must be there in time.
+// listen reads an agent's lines from its stream until the stream ends, and returns why. A line that
+// has begun must arrive in time.
 func (c *Coordinator) listen(ctx context.Context, from *bufio.Reader, conn net.Conn, who Identity) error {
 	var long []byte
 	for {
-		// A line may take its time to begin, and then no longer than a body.
+		// A line may begin at any time, and must then be complete as soon as a body must be.
 		if _, err := from.Peek(1); err != nil {
 			return err
 		}
@@ -488,7 +488,7 @@ func (c *Coordinator) listen(ctx context.Context, from *bufio.Reader, conn net.C
 		}
 		if wire.IsHealth(line) {
 			c.receive(who, line)
-			long = nil // few are that long
+			long = nil // long lines are rare
 			continue
 		}
 		var said wire.Reports
@@ -531,10 +531,11 @@ type stream struct {
 	*Session
 	woken chan struct{}
 
-	// The other fields belong to the goroutine that serves the stream. It writes lines next.
+	// The other fields belong to the goroutine that serves the stream. lines is what it writes
+	// next.
 	lines []byte
 	write func(lines []byte) error
-	// heard receives why the stream cannot be read any more.
+	// heard receives the error that ended reading from the stream.
 	heard chan error
 }
 
@@ -545,8 +546,8 @@ func (s *stream) wake() {
 	}
 }
 
-// stream serves one agent until it goes away, is replaced by a newer stream of the same agent, or
-// the coordinator stops. What has accumulated since the last write goes out in one write.
+// stream serves one agent until the agent disconnects, a newer stream of the agent replaces this
+// one, or the coordinator stops. Everything since the last write goes out in one write.
 func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identity) (any, error) {
 	offer, protocol, err := checkStream(r)
 	if err != nil {
@@ -588,8 +589,8 @@ func checkStream(r *http.Request) (wire.Offer, int, error) {
 	return offer, protocol, nil
 }
 
-// open hijacks the connection of s, to write the stream without HTTP around it, and listens to what
-// the agent writes. The function that it returns closes the connection.
+// open hijacks the connection of s, to write the stream without HTTP around it, and starts to read
+// what the agent writes. The function that it returns closes the connection.
 func (c *Coordinator) open(s *stream, w http.ResponseWriter, r *http.Request) (closeConn func(), err error) {
 	conn, buffered, err := http.NewResponseController(w).Hijack()
 	if err != nil {
@@ -600,7 +601,7 @@ func (c *Coordinator) open(s *stream, w http.ResponseWriter, r *http.Request) (c
 	s.write = func(lines []byte) error {
 		return errors.Join(conn.SetWriteDeadline(time.Now().Add(writeTimeout)), writeTo(conn, lines))
 	}
-	// The end of what is read, for whatever reason, is heard.
+	// The goroutine that reads sends its error here.
 	s.heard = make(chan error, 1)
 	var listening sync.WaitGroup
 	listening.Go(func() { s.heard <- c.listen(r.Context(), from, conn, s.Who) })
@@ -620,7 +621,7 @@ func (c *Coordinator) disconnect(s *stream) {
 	c.Log.Info("agent disconnected", "agent", s.Who.Name, "id", s.Who.Agent, "session", s.Number)
 }
 
-// feed writes to an open stream what changes for its agent, until the stream is over.
+// feed writes the changes for an agent to its stream, until the stream is over.
 func (c *Coordinator) feed(s *stream) {
 	heartbeat := time.NewTicker(c.core.times.Heartbeat)
 	defer heartbeat.Stop()
@@ -643,7 +644,7 @@ func (c *Coordinator) feed(s *stream) {
 		}
 		select {
 		case <-s.woken:
-			// Whoever woke it may have more to say at this moment: that goes out in the same write.
+			// More changes of this moment go out in the same write.
 			runtime.Gosched()
 		case <-heartbeat.C:
 			s.lines = c.core.Say(s.lines, time.Now(), wire.Message{Type: wire.TypeHeartbeat})
@@ -676,7 +677,7 @@ func (c *Coordinator) connect(r *http.Request, who Identity, offer wire.Offer, p
 	return s, nil
 }
 
-// upgraded is the answer to an agent that wants to write into its stream.
+// upgraded is the answer to an agent's request for a stream.
 const upgraded = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: " + wire.Upgrade + "\r\n\r\n"
 
 func writeTo(w io.Writer, b []byte) error {

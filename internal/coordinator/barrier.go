@@ -13,34 +13,35 @@ import (
 )
 
 const (
-	// lookAround is how often a barrier that waits looks at what surrounds its pod: whether another
-	// endpoint has become ready.
+	// lookAround is how often a waiting barrier reads the context of its pod: another endpoint may
+	// have become ready.
 	lookAround = 250 * time.Millisecond
-	// RestartTimeout is how long the stop of a container waits whose pod stays.
+	// RestartTimeout is how long the stop of a container waits if its pod stays.
 	RestartTimeout = 2 * time.Second
-	// maxBarriers bounds the barriers that wait at one time, unless Options say otherwise.
+	// maxBarriers is the default of Options.MaxBarriers.
 	maxBarriers = 2048
 )
 
 // PodContext are what a replica knows of a pod whose barrier is asked for.
 type PodContext struct {
-	// Known: there is such a pod, with this UID. Terminating: it has a deletionTimestamp, as far as
-	// is known here.
+	// Known: there is such a pod, with this UID. Terminating: it has a deletionTimestamp in the
+	// cache.
 	Known, Terminating bool
 	// Here: the agent that asks is on the pod's node.
 	Here bool
 	// NotEnforced: the pod's mode is observe or off.
 	NotEnforced bool
-	// Targets are the Services that list the pod, or did lately, with their usable targets.
+	// Targets are the Services that list the pod, or recently did, with their usable targets.
 	Targets []drain.Targets
 	// Stated to Young are as in [drain.Barrier].
 	Stated                  time.Duration
 	Last, LastOne, LastHere bool
 	Young                   time.Duration
-	// IdleBound is the longest time for which the pod, or one of its Services, wants connections
-	// waited for that clients keep.
+	// IdleBound is the longest time to wait for idle keep-alive connections that the pod or one of
+	// its Services states.
 	IdleBound time.Duration
-	// AtMost is the longest stated wait of those that end early. Its Quiet is the longest of all.
+	// AtMost is the longest of the stated waits that may end early, with the longest Quiet of
+	// these.
 	AtMost drain.StatedWait
 }
 
@@ -56,7 +57,7 @@ type PodContexts interface {
 	Uncovered(ctx context.Context, services []drain.Service) []string
 }
 
-// barrier answers when a pod may be told to stop.
+// barrier answers a hook's request when the pod may be told to stop.
 func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identity) (any, error) {
 	var asked wire.BarrierRequest
 	if err := decode(w, r, &asked); err != nil {
@@ -97,7 +98,7 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 	}
 	for {
 		bar.Turn(time.Now())
-		c.settle() // before it sleeps: what this turn has changed is no reason for another one
+		c.settle() // before it sleeps, so that the changes of this turn do not wake it
 		if !bar.Restart {
 			c.seen.barrierSeen(time.Now(), bar.Status)
 		}
@@ -106,7 +107,7 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 			return nil, bar.Err
 		case bar.Over:
 			var uncovered []string
-			// The agent waits for connections itself, whatever else routes the pod.
+			// The agent itself waits for connections, even if there are uncovered consumers.
 			answer, reason := bar.Answer(), bar.Status.Reason
 			if !bar.Restart && (reason == drain.Acknowledged || reason == drain.NoAgents) {
 				c.unlock()
@@ -145,7 +146,7 @@ func checkBarrier(asked wire.BarrierRequest) error {
 		return refusal{http.StatusBadRequest,
 			fmt.Sprintf("targets: %d are more than %d", len(asked.Targets), wire.MaxTargets)}
 	case slices.ContainsFunc(asked.Targets, func(t netip.AddrPort) bool { return t.Addr().Zone() != "" }):
-		// it may be of any length, and all who observe are told
+		// a zone may be of any length, and is sent to all observing agents
 		return refusal{http.StatusBadRequest, "targets: no pod's address has a zone"}
 	case asked.BoundMillis < 0 || bound > wire.MaxBound:
 		return refusal{http.StatusBadRequest,
@@ -166,25 +167,24 @@ func boundOf(asked wire.BarrierRequest) (bound, elapsed time.Duration) {
 type Bar struct {
 	core *Core
 	of   drain.Barrier
-	// context is what was read last of the pod. until is when a restart goes on.
+	// context is the last context of the pod. until is when a restart continues.
 	context PodContext
 	until   time.Time
-	// Restart says that the pod stays, and only its container is stopped.
+	// Restart: the pod stays, and only its container is stopped.
 	Restart bool
 	// seesQuiet: the agent waits for [PodContext.AtMost].
 	seesQuiet bool
-	// Look says that the pod must be read live before the first turn: see [Bar.Read].
+	// Look: the pod must be read live before the first turn, see [Bar.Read].
 	Look bool
-	// Status is that of the last turn. Over says that the hook is to be answered, with Err if that
-	// is not nil. If not, Wake is when its next turn is due, unless something changes for the pod
-	// before.
+	// Status is that of the last turn. Over: answer the hook, with Err if that is not nil.
+	// Otherwise Wake is when the next turn is due, unless something changes for the pod before.
 	Status drain.Status
 	Err    error
 	Over   bool
 	Wake   time.Time
 }
 
-// Bar begins to wait. s is the context of the pod.
+// Bar begins the wait of a hook. s is the context of its pod.
 func (c *Core) Bar(now time.Time, who Identity, asked wire.BarrierRequest, s PodContext) (*Bar, error) {
 	terminating := asked.Terminating || s.Terminating
 	switch {
@@ -207,8 +207,9 @@ func (c *Core) Bar(now time.Time, who Identity, asked wire.BarrierRequest, s Pod
 // Close ends the wait.
 func (b *Bar) Close() { b.core.barriers-- }
 
-// Read takes in a live read of the pod, which an agent may know earlier to be terminating. It
-// returns a refusal unless the pod is: a barrier declares it terminating, permanently.
+// Read records a live read of the pod. An agent may know before this replica that its pod is
+// terminating. It returns a refusal if the pod is not, because a barrier marks it as terminating
+// permanently.
 func (b *Bar) Read(life Life, err error) error {
 	switch {
 	case err != nil || life == LifeUnknown:
@@ -219,7 +220,7 @@ func (b *Bar) Read(life Life, err error) error {
 	return nil
 }
 
-// Turn asks the ledger.
+// Turn asks the ledger once.
 func (b *Bar) Turn(now time.Time) {
 	first := b.Wake.IsZero()
 	switch {
@@ -250,7 +251,7 @@ func (b *Bar) Turn(now time.Time) {
 	}
 }
 
-// openBarrier opens a barrier, or asks for the open one. s is the context of its pod.
+// openBarrier opens a barrier, or joins the open one. s is the context of its pod.
 func (c *Core) openBarrier(now time.Time, b drain.Barrier, s PodContext) drain.Status {
 	b.Services = servicesOf(s.Targets)
 	b.Stated, b.Last, b.LastOne, b.LastHere, b.Young = s.Stated, s.Last, s.LastOne, s.LastHere, s.Young
@@ -266,16 +267,16 @@ func servicesOf(targets []drain.Targets) (services []drain.Service) {
 	return services
 }
 
-// Context takes in the context of the pod, which is due before each turn but the first, and not for
-// a restart: another endpoint may be ready since. A pod that is not known any more has the one that
-// it had.
+// Context updates the context of the pod. Call it before each turn except the first, but not for a
+// restart, because another endpoint may have become ready. A pod that is not known any more keeps
+// its last context.
 func (b *Bar) Context(s PodContext) {
 	if s.Known {
 		b.context = s
 	}
 }
 
-// Answer is what the agent is told.
+// Answer returns the answer to the agent.
 func (b *Bar) Answer() wire.BarrierStatus {
 	s := b.Status
 	answer := wire.BarrierStatus{Phase: s.Phase.String(), Reason: s.Reason.String(), Waiting: names(s.Waiting),
@@ -290,7 +291,7 @@ func (b *Bar) Answer() wire.BarrierStatus {
 	return answer
 }
 
-// podContext finds out whether who may ask, and reads the context of the pod.
+// podContext checks that who may ask, and reads the context of the pod.
 func (c *Coordinator) podContext(ctx context.Context, who Identity, asked wire.BarrierRequest) (PodContext, error) {
 	var s PodContext
 	var err error
@@ -311,7 +312,7 @@ func (c *Coordinator) podContext(ctx context.Context, who Identity, asked wire.B
 	return s, nil
 }
 
-// sleep, called with the lock, gives it up until something may have changed for uid, or wake.
+// sleep, called with the lock, releases it until something may have changed for uid, or until wake.
 func (c *Coordinator) sleep(ctx context.Context, uid drain.UID, wake time.Time) error {
 	changed := c.barred[uid]
 	if changed == nil {
@@ -325,7 +326,7 @@ func (c *Coordinator) sleep(ctx context.Context, uid drain.UID, wake time.Time) 
 	case <-changed:
 	case <-timer.C:
 	case <-ctx.Done():
-		err = errWritten // the agent is gone
+		err = errWritten // the agent has disconnected
 	case <-c.stop:
 	}
 	timer.Stop()
@@ -351,8 +352,8 @@ func (c *Coordinator) passed(b *Bar, uncovered []string) {
 	})
 }
 
-// lookAtBarriers ends those of pods that are not known any more: their end may have been missed, or
-// was before they were asked for.
+// lookAtBarriers ends the barriers of pods that do not exist any more: the watch may have missed
+// the end, or it came before the barrier was asked for.
 func (c *Coordinator) lookAtBarriers(ctx context.Context, pods []drain.Pod) {
 	for _, pod := range pods {
 		if c.PodContexts == nil {
@@ -364,7 +365,7 @@ func (c *Coordinator) lookAtBarriers(ctx context.Context, pods []drain.Pod) {
 	}
 }
 
-// Deleted records that a pod is gone.
+// Deleted records that a pod does not exist any more.
 func (c *Coordinator) Deleted(uid drain.UID) {
 	c.change(func() {
 		c.core.Deleted(time.Now(), uid)

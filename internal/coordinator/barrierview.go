@@ -11,8 +11,7 @@ const (
 	// each.
 	maxShownBarriers  = 100
 	maxBarrierReports = 10
-	// maxBarrierProgress bounds the barriers of which is remembered how they came to where they
-	// are.
+	// maxBarrierProgress bounds the barriers whose progress is remembered.
 	maxBarrierProgress = 20_000
 )
 
@@ -25,15 +24,15 @@ type OpenBarrier struct {
 	Entered time.Time
 }
 
-// barrierProgress is how a barrier came to where it is.
+// barrierProgress is the history of an open barrier.
 type barrierProgress struct {
 	phase drain.Phase
 	at    time.Time
-	// passed says that a hook was answered: the others of the pod are no news.
+	// passed: a hook of the pod was answered, so that later ones are not recorded.
 	passed bool
 }
 
-// barrierSeen notes how far a barrier is.
+// barrierSeen records the status of a barrier.
 func (h *history) barrierSeen(now time.Time, s drain.Status) *barrierProgress {
 	b := h.barriers[s.Pod.UID]
 	if b == nil {
@@ -49,10 +48,10 @@ func (h *history) barrierSeen(now time.Time, s drain.Status) *barrierProgress {
 	return b
 }
 
-// passed notes that a barrier lets its pod be told to stop.
+// passed records that a barrier was answered, so that its pod may be told to stop.
 func (h *history) passed(now time.Time, s drain.Status) {
 	if s.Phase == drain.Closed {
-		delete(h.barriers, s.Pod.UID) // the pod has gone before it was asked for
+		delete(h.barriers, s.Pod.UID) // the pod was deleted before the barrier was asked for
 		return
 	}
 	b := h.barrierSeen(now, s)
@@ -65,7 +64,7 @@ func (h *history) passed(now time.Time, s drain.Status) {
 	h.outcomes.add(o, maxOutcomes)
 }
 
-// barrierOf is one barrier, as far as it is now.
+// barrierOf returns the present state of one barrier.
 func (c *Coordinator) barrierOf(uid drain.UID) (b OpenBarrier, ok bool) {
 	c.mu.Lock()
 	defer c.unlock()

@@ -2,10 +2,11 @@
 // drain is released, streams drains to agents, receives their reports, and asks the API server
 // about drains that no call asks for any more.
 //
-// The ledger belongs to a mutex that is never held while anything is sent, read, logged or waited
-// for. A caller that waits is woken by a channel that is closed when something may have changed for
-// its pod, and then asks the ledger again; an agent's stream is woken through a channel of size one
-// and then reads everything that changed since what it sent last.
+// A mutex guards the ledger. It is never held while anything is sent, read, logged or waited for. A
+// caller that waits for a pod waits on a channel, which is closed when something may have changed
+// for the pod, and then reads the ledger again. An agent's stream is woken through a channel of
+// size one, and then sends everything that changed since it last sent. All decisions are in [Core],
+// which has neither locks nor I/O; package admission decides what calls to hold.
 package coordinator
 
 import (
@@ -20,33 +21,33 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// Tick is how often the ledger is asked which drains no call asks for.
+// Tick is how often the ledger is checked for drains that no call asks for.
 const Tick = time.Second
 
 const (
-	// LookTimeout bounds the live read of one pod, maxLookups how many are read a tick.
+	// LookTimeout bounds the live read of one pod, maxLookups the number of reads in one tick.
 	LookTimeout = 5 * time.Second
 	maxLookups  = 50
 	// maxLockHeld and maxTickGap are how long [Coordinator.Live] waits for the lock, and for the
 	// last tick.
 	maxLockHeld = time.Second
 	maxTickGap  = 10 * time.Second
-	// rightsEvery is how often the rights of agents with a stream are looked at.
+	// rightsEvery is how often the rights of agents with a stream are checked.
 	rightsEvery = 10 * time.Second
-	// deletedFor is how long agents are refused whose pod is deleted: no answer about their token
-	// is remembered for longer.
+	// deletedFor is how long an agent whose pod is deleted is refused. Answers about its token are
+	// not remembered for longer than that.
 	deletedFor = 2 * time.Minute
 )
 
-// Life is what a live read says of a pod UID.
+// Life is the result of a live read of a pod UID.
 type Life uint8
 
 const (
-	// LifeUnknown: the read failed; nothing is concluded.
+	// LifeUnknown: the read failed.
 	LifeUnknown Life = iota
 	// Living: the pod exists, with this UID and without deletionTimestamp.
 	Living
-	// Leaving: it is terminating, gone, or another pod has its name.
+	// Leaving: it is terminating or deleted, or another pod has its name.
 	Leaving
 )
 
@@ -55,11 +56,12 @@ type Pods interface {
 	Life(ctx context.Context, pod drain.Pod) (Life, error)
 }
 
-// ErrTooManyHolds is returned by [Coordinator.Drain] for a call that must be answered at once
-// because as many as allowed wait already. The drain runs on.
+// ErrTooManyHolds is returned by [Coordinator.Drain] for a call that must be answered immediately
+// because as many calls as allowed wait already. The drain continues.
 var ErrTooManyHolds = errors.New("too many deletions are held by this replica")
 
-// ErrTooManyOfOwner is the ErrTooManyHolds of a call whose pod's owner has as many as it may.
+// ErrTooManyOfOwner is an ErrTooManyHolds because as many calls as allowed wait for pods of the
+// same owner.
 var ErrTooManyOfOwner = fmt.Errorf("of one owner: %w", ErrTooManyHolds)
 
 // ErrStopping is returned by [Coordinator.Drain] for calls that wait when the coordinator stops,
@@ -68,16 +70,16 @@ var ErrStopping = errors.New("this replica is shutting down")
 
 // Options are what a Coordinator needs besides its ledger.
 type Options struct {
-	// MaxHolds bounds the calls that wait at one time.
+	// MaxHolds bounds the calls that wait simultaneously.
 	MaxHolds int
-	// MaxHoldsPerOwner bounds those that wait for pods of one owner, so that one rollout does not
-	// keep all others from being held. 0: no bound but MaxHolds.
+	// MaxHoldsPerOwner bounds the waiting calls for pods of one owner, so that one rollout does not
+	// use up all of them. 0: no bound but MaxHolds.
 	MaxHoldsPerOwner int
 	Pods             Pods
 	// PodContexts is asked at the barrier. Nil: this replica serves none.
 	PodContexts PodContexts
-	// Scope says who is asked there, Sampling when that is a sample; the zero value is the default.
-	// MaxBarriers bounds those that wait at one time. 0: 2048.
+	// Scope is which agents are asked there, Sampling when only a sample is; the zero value is the
+	// default. MaxBarriers bounds the waiting hooks. 0: 2048.
 	Scope       drain.Scope
 	Sampling    drain.Sampling
 	MaxBarriers int
@@ -85,7 +87,7 @@ type Options struct {
 	// judge deletions now; nil: it always can.
 	Claimant Claimant
 	Able     func() error
-	// Authenticate tells who an agent is by its bearer token.
+	// Authenticate identifies an agent by its bearer token.
 	Authenticate Authenticator
 	Log          *slog.Logger
 	Metrics      *Metrics
@@ -99,9 +101,9 @@ type Coordinator struct {
 	core *Core
 	// waiting holds the pods for which calls wait.
 	waiting map[drain.UID]*wait
-	// barred are closed when the hooks that wait for a pod are to look again.
+	// barred are closed to make the hooks that wait for a pod look again.
 	barred map[drain.UID]chan struct{}
-	// ticked is when the ledger was last looked at.
+	// ticked is when the ledger was last checked.
 	ticked time.Time
 	// seen is for operators.
 	seen         *history
@@ -114,7 +116,7 @@ type Coordinator struct {
 // wait is what calls that wait for one pod share.
 type wait struct {
 	calls int
-	// changed is closed, and replaced, when status is another.
+	// changed is closed, and replaced, when status has changed.
 	changed chan struct{}
 	status  drain.Status
 }
@@ -133,15 +135,15 @@ func New(self drain.Holder, times drain.Times, o Options) *Coordinator {
 	return c
 }
 
-// Run looks after drains that nobody asks for, and after the rights of agents, until ctx is done.
-// It returns nil then. Calls that wait at that moment return ErrStopping.
+// Run checks drains that no call asks for, and the rights of agents, until ctx is done. It returns
+// nil then. Calls that wait at that moment return ErrStopping.
 func (c *Coordinator) Run(ctx context.Context) error {
 	ticker := time.NewTicker(Tick)
 	defer ticker.Stop()
 	var asking sync.WaitGroup
 	defer asking.Wait()
 	asking.Go(func() { c.watchRights(ctx) })
-	// An API server that does not answer must not keep the ledger from being looked at.
+	// An API server that does not answer must not delay the checks of the ledger.
 	free := make(chan struct{}, 1)
 	free <- struct{}{}
 	for {
@@ -164,8 +166,8 @@ func (c *Coordinator) Run(ctx context.Context) error {
 	}
 }
 
-// Live reports why this replica has to be started again. It does not depend on agents or on the API
-// server.
+// Live returns why this replica has to be restarted, or nil. It does not depend on agents or on the
+// API server.
 func (c *Coordinator) Live() error {
 	ticked := make(chan time.Time, 1)
 	go func() {
@@ -186,7 +188,7 @@ func (c *Coordinator) Live() error {
 	}
 }
 
-// Stop makes every call that waits return ErrStopping, and every later one at once, and ends the
+// Stop makes every waiting call, and every later one, return ErrStopping immediately, and ends the
 // agents' streams. It may be called any number of times.
 func (c *Coordinator) Stop() {
 	c.mu.Lock()
@@ -210,30 +212,30 @@ func (c *Coordinator) look(ctx context.Context, pods []drain.Pod) {
 		life, err := c.Pods.Life(lookCtx, pod)
 		cancel()
 		if err != nil {
-			c.Log.Warn("read pod of a drain that nobody asks for", "pod", pod.String(), "uid", pod.UID, "error", err)
+			c.Log.Warn("read pod of a drain that no call asks for", "pod", pod.String(), "uid", pod.UID, "error", err)
 			continue
 		}
 		c.change(func() { c.core.Read(time.Now(), pod.UID, life) })
 	}
 }
 
-// Request is what a call asks of a coordinator.
+// Request is a call's request for a drain.
 type Request struct {
 	Pod drain.Pod
-	// Owner names what made the pod, such as "ReplicaSet/uid". Empty: nothing, and then no owner's
-	// bound applies.
+	// Owner names the pod's controller, such as "ReplicaSet/uid". Empty: it has none, and no bound
+	// per owner applies.
 	Owner string
 	// Targets are the Services that list the pod, with their usable targets.
 	Targets []drain.Targets
-	// Place is what another replica says of the drain, Turn whether its call may wait.
+	// Place is what another replica knows of the drain, Turn whether its call may wait.
 	Place drain.Place
 	Turn  Turn
 }
 
-// Drain opens a drain of a pod or joins the open one, and waits until it is released, closed, or
-// until comes; the status that it returns is that of this moment. With an error (ErrTooManyHolds,
-// ErrStopping, the context's) the status is good too, and the drain runs on: the caller must not
-// take it for an answer to allow.
+// Drain opens a drain of a pod or joins the open one, and waits until it is released or closed, or
+// until the time until. It returns the status at that moment. Also with an error (ErrTooManyHolds,
+// ErrStopping, the context's) the status is valid and the drain continues, but the caller must not
+// take the return for permission to delete.
 func (c *Coordinator) Drain(
 	ctx context.Context, request Request, until time.Time,
 ) (status drain.Status, held bool, err error) {
@@ -247,7 +249,8 @@ func (c *Coordinator) Drain(
 	return h.Status, h.Waited, h.Err
 }
 
-// wait, called with the lock, rechecks a call until it is over. It gives up the lock meanwhile.
+// wait, called with the lock, rechecks a call until it is over. It releases the lock between
+// checks.
 func (c *Coordinator) wait(ctx context.Context, h *Hold) {
 	c.Metrics.holds.Inc()
 	defer c.Metrics.holds.Dec()
@@ -266,7 +269,8 @@ func (c *Coordinator) wait(ctx context.Context, h *Hold) {
 		changed := w.changed
 		c.release()
 		if !told {
-			// Others that ask at this moment do so now, and the agents hear of all of them at once.
+			// Let other calls of this moment open their drains, so that agents receive all of them
+			// in one message.
 			runtime.Gosched()
 			c.change(func() {})
 			told = true
@@ -301,12 +305,12 @@ func (c *Coordinator) Unroute(request Request) {
 	c.change(func() { c.core.Unroute(time.Now(), request) })
 }
 
-// GatePassed records that a pod is terminating or gone.
+// GatePassed records that a pod is terminating or deleted.
 func (c *Coordinator) GatePassed(uid drain.UID) {
 	c.change(func() { c.core.GatePassed(time.Now(), uid) })
 }
 
-// Expect sets the whole list of agents that the API says exist.
+// Expect replaces the list of agents that exist according to the API.
 func (c *Coordinator) Expect(expected []drain.Expected) {
 	c.mu.Lock()
 	defer c.unlock()
@@ -325,7 +329,7 @@ func (c *Coordinator) Expecting() (expected, missing int) {
 	return n.Expected, n.Missing
 }
 
-// Agent returns an agent as this replica knows it, without an ID if it does not.
+// Agent returns what this replica knows of an agent. The ID is empty if it knows nothing.
 func (c *Coordinator) Agent(id drain.AgentID) drain.AgentInfo {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -339,35 +343,35 @@ func (c *Coordinator) CouldRoute(services []drain.Service) bool {
 	return c.core.Ledger.CouldRoute(services)
 }
 
-// Pod returns where a pod stands.
+// Pod returns what is known of a pod.
 func (c *Coordinator) Pod(uid drain.UID) (is drain.Standing) {
 	c.locked(func() { is = c.core.Ledger.Pod(uid) })
 	return is
 }
 
-// change takes steps with the lock, and carries out what follows.
+// change runs how with the lock, and carries out the effects.
 func (c *Coordinator) change(how func()) {
 	c.mu.Lock()
 	defer c.unlock()
 	how()
 }
 
-// locked reads with the lock.
+// locked runs how with the lock.
 func (c *Coordinator) locked(how func()) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	how()
 }
 
-// unlock carries out what follows from the steps that were taken with the lock, and gives it up.
+// unlock carries out the effects of the steps that were taken with the lock, and releases it.
 func (c *Coordinator) unlock() {
 	c.settle()
 	c.core.Notify()
 	c.release()
 }
 
-// release gives up the lock, and then logs what happened under it: a log that is slow delays its
-// writer only.
+// release releases the lock, and then logs what happened under it, so that a slow log delays only
+// its writer.
 func (c *Coordinator) release() {
 	unsaid := c.unsaid
 	c.unsaid = nil
@@ -377,7 +381,7 @@ func (c *Coordinator) release() {
 	}
 }
 
-// settle, called with the lock, carries out what follows from the steps, but for waking streams.
+// settle, called with the lock, carries out the effects of the steps, except waking streams.
 func (c *Coordinator) settle() {
 	e := c.core.Settle(time.Now())
 	for _, s := range e.Entered {
@@ -405,7 +409,7 @@ func (c *Coordinator) settle() {
 				c.Log.Info("agent is waited for again", "agent", s.Name, "id", s.Agent, "acknowledged", s.Acknowledged)
 				return
 			}
-			c.Log.Error("agent is suspended: it let one drain after the other expire, and is no longer waited for",
+			c.Log.Error("agent is suspended: it did not acknowledge several drains in a row",
 				"agent", s.Name, "id", s.Agent)
 		})
 	}
@@ -433,7 +437,7 @@ func (c *Coordinator) entered(s Entered) {
 	})
 }
 
-// outcome is what the log says of a drain, or of a barrier.
+// outcome returns the log attributes of a drain or a barrier.
 func outcome(s drain.Status) []any {
 	return []any{"pod", s.Pod.String(), "uid", s.Pod.UID, "phase", s.Phase.String(), "reason", s.Reason.String(),
 		"owed", s.Owed, "waitingFor", names(s.Waiting), "suspended", names(s.Suspended), "lost", names(s.Lost),

@@ -11,10 +11,10 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
-// Core is what one replica decides. It has no goroutine, timer, channel, lock or clock: a step
-// takes the time, changes the ledger, and leaves what its caller has to carry out to [Core.Settle]
-// and [Core.Notify], which the caller calls after each step or after several. [Coordinator] drives
-// one under a mutex, and the simulation several on virtual time.
+// Core makes the decisions of one replica. It has no goroutine, timer, channel, lock or clock. A
+// step takes the time, changes the ledger, and leaves effects for its caller, who gets them from
+// [Core.Settle] and [Core.Notify] after each step or after several. [Coordinator] drives one Core
+// under a mutex, the simulation several on virtual time.
 type Core struct {
 	Ledger *drain.Ledger
 	// Began is the zero of the clock that goes over the wire.
@@ -22,9 +22,9 @@ type Core struct {
 
 	self  drain.Holder
 	times drain.Times
-	// limits are of Options what bounds the calls and the hooks that wait.
+	// limits has the bounds of waiting calls and hooks.
 	limits *Options
-	// holds and barriers count those that wait.
+	// holds and barriers count the waiting calls and hooks.
 	holds, barriers int
 	// sessions holds each agent's newest stream.
 	sessions map[drain.AgentID]*Session
@@ -34,10 +34,10 @@ type Core struct {
 	deleted map[drain.UID]time.Time
 	// looked holds the pod of a drain, and that of a barrier, that were read last.
 	looked [2]drain.UID
-	// turns holds, for each owner and for all, the pods that calls may wait for.
+	// turns holds, for each owner and for all together, the pods for which calls may wait.
 	turns map[string][]turn
 	// asked is when the API server last asked about each pod that has an open drain. reliedOn are
-	// those of them that another replica has left to this one.
+	// the pods among them that another replica has left to this one.
 	asked    map[drain.UID]time.Time
 	reliedOn map[drain.UID]struct{}
 	// observed are the pods whose deletion does not wait and is measured.
@@ -48,18 +48,18 @@ type Core struct {
 	effects Effects
 }
 
-// Effects are what steps ask of their caller.
+// Effects are what the caller has to carry out after a step.
 type Effects struct {
-	// Changed are drains that may have changed: the calls that wait for them are to be rechecked
-	// with this status.
+	// Changed are drains that may have changed: recheck the calls that wait for them, with this
+	// status.
 	Changed []drain.Status
 	// Entered are drains that have entered another phase, in order.
 	Entered []Entered
-	// Barriers are pods whose hooks are to look at the ledger again.
+	// Barriers are pods whose hooks must read the ledger again.
 	Barriers []drain.UID
-	// Suspensions are agents that are not waited for any more, or again.
+	// Suspensions are agents that were suspended or readmitted.
 	Suspensions []drain.Suspension
-	// Measured are deletions that did not wait, and for what they would have waited.
+	// Measured are deletions that did not wait, with how long they would have waited.
 	Measured []Measured
 	// Cut are streams that were ended, and why.
 	Cut []Cut
@@ -77,7 +77,7 @@ type Cut struct {
 	Why string
 }
 
-// NewCore returns a Core with an empty ledger. Of o it needs what is asked and the bounds.
+// NewCore returns a Core with an empty ledger. It uses only the bounds and the scope in o.
 func NewCore(now time.Time, self drain.Holder, times drain.Times, o *Options) *Core {
 	if o.Sampling == (drain.Sampling{}) {
 		o.Sampling = drain.DefaultSampling()
@@ -91,7 +91,7 @@ func NewCore(now time.Time, self drain.Holder, times drain.Times, o *Options) *C
 	}
 }
 
-// Settle looks at what has changed since the last call, and returns what is to be carried out.
+// Settle processes what has changed since the last call, and returns the effects.
 func (c *Core) Settle(now time.Time) Effects {
 	c.settle(now)
 	e := c.effects
@@ -99,7 +99,7 @@ func (c *Core) Settle(now time.Time) Effects {
 	return e
 }
 
-// Notify wakes the streams of those agents that have something to hear.
+// Notify wakes the streams of the agents for which there is something to send.
 func (c *Core) Notify() {
 	for _, id := range c.Ledger.Affected() {
 		if s := c.sessions[id]; s != nil {
@@ -108,11 +108,11 @@ func (c *Core) Notify() {
 	}
 }
 
-// settle looks at everything that has changed.
+// settle processes everything that has changed.
 func (c *Core) settle(now time.Time) {
 	for again := true; again; {
-		// To look at one drain may concern others: an agent is suspended by the end of one, and is
-		// waited for by none.
+		// Deriving the status of one drain may change others: when its end suspends an agent, no
+		// drain waits for that agent.
 		for touched := c.Ledger.Changed(drain.AtHold); len(touched) > 0; touched = c.Ledger.Changed(drain.AtHold) {
 			for _, uid := range touched {
 				status := c.Ledger.Status(now, drain.AtHold, uid)
@@ -128,16 +128,16 @@ func (c *Core) settle(now time.Time) {
 			c.measure(now, uid)
 		}
 		c.effects.Barriers = append(c.effects.Barriers, barriers...)
-		again = len(barriers) > 0 // they may concern drains, and the reverse
+		again = len(barriers) > 0 // barriers may change drains, and the reverse
 	}
 }
 
-// observe notes that a drain has entered another phase, by what was reported or by time alone.
+// observe records that a drain has entered another phase, by a report or by time alone.
 func (c *Core) observe(s drain.Status) {
 	before := c.phases[s.Pod.UID]
 	over := s.Phase == drain.Closed || s.Phase == drain.PhaseUnknown
 	if s.Phase == before || before == drain.PhaseUnknown && over {
-		return // nothing new, or a drain that is over or never was
+		return // no new phase, or no open drain
 	}
 	if over {
 		delete(c.phases, s.Pod.UID)
@@ -149,12 +149,12 @@ func (c *Core) observe(s drain.Status) {
 	c.effects.Entered = append(c.effects.Entered, Entered{s, before})
 }
 
-// Stop ends the streams of all agents, and lets no call and no hook wait any more: those that do
-// are to be rechecked.
+// Stop ends the streams of all agents and the waiting of all calls and hooks, which the caller then
+// rechecks.
 func (c *Core) Stop() { c.stopped = true }
 
 // Tick is due every [Tick]. It returns the pods of drains that no call has asked for lately, and
-// those of barriers that are overdue, as many as are to be read now.
+// those of barriers that are overdue, limited to those that should be read now.
 func (c *Core) Tick(now time.Time) (pods, over []drain.Pod) {
 	pods, over = c.Ledger.Tick(now)
 	c.dropTurns(now)
@@ -185,7 +185,7 @@ func following(pods []drain.Pod, last drain.UID) []drain.Pod {
 	return pods[:min(len(pods), maxLookups)]
 }
 
-// Read records what a live read says of the pod of a drain that no call asks for.
+// Read records the result of a live read of the pod of a drain that no call asks for.
 func (c *Core) Read(now time.Time, uid drain.UID, life Life) {
 	switch life {
 	case Living:
@@ -195,15 +195,15 @@ func (c *Core) Read(now time.Time, uid drain.UID, life Life) {
 	}
 }
 
-// GatePassed records that a pod is terminating or gone.
+// GatePassed records that a pod is terminating or deleted.
 func (c *Core) GatePassed(now time.Time, uid drain.UID) {
 	c.Ledger.GatePassed(now, drain.AtHold, uid)
 	c.terminating(now, uid)
 }
 
-// Deleted records that a pod is gone.
+// Deleted records that a pod does not exist any more.
 func (c *Core) Deleted(now time.Time, uid drain.UID) {
-	c.terminating(now, uid) // the watch may have missed that it was
+	c.terminating(now, uid) // the watch may have missed that state
 	for _, gate := range []drain.Gate{drain.AtHold, drain.AtBarrier} {
 		c.Ledger.GatePassed(now, gate, uid)
 	}
@@ -211,10 +211,10 @@ func (c *Core) Deleted(now time.Time, uid drain.UID) {
 	c.cut(now, drain.AgentID(uid), podDeleted)
 }
 
-// Ready records that a pod has become ready at a time, so that it can be routed again if it was let
-// go of for a restart before. It reports whether it was.
+// Ready records that a pod became ready at a time. If gateways had excluded it for a restart before
+// that, it is routed again. It reports whether that was so.
 func (c *Core) Ready(now time.Time, uid drain.UID, at time.Time) bool {
-	delete(c.deleted, uid) // the list that lacked it was old
+	delete(c.deleted, uid) // the list without it was stale
 	return c.Ledger.ReadyAgain(now, uid, at)
 }
 
@@ -224,8 +224,8 @@ type Hold struct {
 	uid      drain.UID
 	until    time.Time
 	answered func(now time.Time, allowed bool)
-	// Status is that of the drain. Over says that the call does not wait any more, Err why, if that
-	// is not the status or the time. Waited says that it has waited.
+	// Status is that of the drain. Over: the call does not wait any more, because of Err if that is
+	// not nil. Waited: it has waited.
 	Status       drain.Status
 	Err          error
 	Over, Waited bool
@@ -270,10 +270,10 @@ func (c *Core) ask(now time.Time, pod drain.Pod, targets []drain.Targets, place 
 	return status
 }
 
-// Wake is when the call is to be rechecked, if its drain has not changed before.
+// Wake returns when to recheck the call if its drain does not change before.
 func (h *Hold) Wake() time.Time { return wakeAt(h.Status, h.until) }
 
-// wakeAt is when time alone may change a status, until a time at most.
+// wakeAt returns when time alone may change a status, at most until.
 func wakeAt(s drain.Status, until time.Time) time.Time {
 	if !s.Recheck.IsZero() && s.Recheck.Before(until) {
 		return s.Recheck
@@ -281,9 +281,9 @@ func wakeAt(s drain.Status, until time.Time) time.Time {
 	return until
 }
 
-// Recheck ends the wait if the drain, the time or the replica does. changed is the status with
-// which the drain has changed, nil if something else is why: to ask the ledger takes as long as
-// there are agents.
+// Recheck ends the wait if the drain, the time or the replica has ended. changed is the drain's new
+// status, nil if the call was woken by something else. It avoids asking the ledger, which takes
+// time for each agent.
 func (h *Hold) Recheck(now time.Time, changed *drain.Status) {
 	if changed != nil {
 		h.Status = *changed
@@ -291,7 +291,7 @@ func (h *Hold) Recheck(now time.Time, changed *drain.Status) {
 		h.look(now)
 	}
 	switch {
-	case h.core.stopped: // what has changed may be that the streams end
+	case h.core.stopped: // the change may be the end of the streams
 		h.end(now, ErrStopping)
 	case !h.Status.Waits() || !now.Before(h.until):
 		h.end(now, nil)
@@ -354,7 +354,7 @@ func (c *Core) ClaimWithin(now time.Time, request Request, others []drain.UID, a
 }
 
 // Asked returns how long ago the API server last asked about the pod of claim, in milliseconds, and
-// -1 if it did not. A replica that stops and only asks that relies on this one from then on.
+// -1 if it did not. A replica that is stopping and sends OnlyAsked relies on this one from then on.
 func (c *Core) Asked(now time.Time, claim wire.Claim) int64 {
 	at, asked := c.asked[claim.Pod.UID]
 	if !asked || c.stopped {
@@ -366,21 +366,21 @@ func (c *Core) Asked(now time.Time, claim wire.Claim) int64 {
 	return now.Sub(at).Milliseconds()
 }
 
-// ReliedOn reports whether another replica, which stops, may have left a call about the pod to this
-// one.
+// ReliedOn reports whether another replica that is stopping may have left a call about the pod to
+// this one.
 func (c *Core) ReliedOn(uid drain.UID) bool {
 	_, relied := c.reliedOn[uid]
 	return relied
 }
 
-// Replica is what other replicas need to go on where this one is. ready reports whether this one
-// can judge deletions.
+// Replica returns what other replicas need to continue the drains of this one. ready reports
+// whether this one can judge deletions.
 func (c *Core) Replica(now time.Time, ready bool) wire.Replica {
 	n := c.Ledger.Counts()
 	return wire.Replica{Ready: ready, Expected: n.Expected, Missing: n.Missing, Shared: c.Ledger.Shared(now)}
 }
 
-// Polled records what the other replicas told last, and opens their drains here too if adopt is
+// Polled records what the other replicas sent last, and opens their drains here too if adopt is
 // set.
 func (c *Core) Polled(now time.Time, states []wire.Replica, adopt bool) {
 	others := make([]drain.Shared, len(states))
@@ -390,7 +390,7 @@ func (c *Core) Polled(now time.Time, states []wire.Replica, adopt bool) {
 	c.Ledger.Polled(now, others, adopt)
 }
 
-// Turn says whether a call may wait, or who decides that.
+// Turn is whether a call may wait, or that this replica decides it.
 type Turn uint8
 
 const (
@@ -407,16 +407,16 @@ const turnKept = 5 * time.Second
 // everyOwner is where the turns of all pods are kept, with or without an owner.
 const everyOwner = ""
 
-// turn is one pod's among those of its owner.
+// turn is the turn of one pod.
 type turn struct {
 	uid   drain.UID
 	asked time.Time
 }
 
-// inTurn returns why a call for a pod whose drain was observed may not wait: as many pods of its
-// owner, or of all, as may have their turn. Every replica holds the calls for the same pods: if
-// each one chose for itself, all of them together would hold more calls than the API server has
-// seats for, and those that come later would queue there.
+// inTurn returns an error if a call for a pod whose drain was observed may not wait, because as
+// many other pods as allowed, of its owner or of all, have their turn. Every replica holds the
+// calls for the same pods. If each chose for itself, together they would hold more calls than the
+// API server has seats for, and later calls would queue there.
 func (c *Core) inTurn(now time.Time, request Request) error {
 	if request.Owner != "" && c.limits.MaxHoldsPerOwner > 0 &&
 		!c.takeTurn(now, request.Owner, request.Pod.UID, c.limits.MaxHoldsPerOwner) {
@@ -428,8 +428,8 @@ func (c *Core) inTurn(now time.Time, request Request) error {
 	return nil
 }
 
-// takeTurn reports whether a pod is among the most of an owner that may have their turn. Those that
-// drain no more, or are not asked for any more, have lost theirs.
+// takeTurn reports whether a pod is among the pods of an owner, at most most, that have their turn.
+// A pod loses its turn when its drain ends or no call asks for it any more.
 func (c *Core) takeTurn(now time.Time, owner string, uid drain.UID, most int) bool {
 	turns := slices.DeleteFunc(c.turns[owner], func(t turn) bool {
 		return t.uid != uid && (now.Sub(t.asked) > turnKept || !drain.Status{Phase: c.phases[t.uid]}.Waits())
@@ -464,8 +464,8 @@ type Session struct {
 	// not block.
 	Wake func()
 
-	// sent is the revision up to which it was written. declared counts the declarations on it, of
-	// which answered are answered.
+	// sent is the revision up to which it was written. declared counts the declarations on it,
+	// answered those that were answered.
 	sent               uint64
 	began              bool
 	declared, answered int
@@ -482,12 +482,12 @@ func (c *Core) Connect(now time.Time, who Identity, offer wire.Offer, protocol i
 	s := &Session{Who: who, Protocol: protocol, Wake: wake, Number: c.Ledger.Connect(now, who.Agent,
 		drain.Hello{Boot: offer.Boot, Observes: slices.Contains(offer.Features, wire.FeatureBarrier)})}
 	if !who.Everywhere && !c.Ledger.Agent(who.Agent).Declared {
-		// An agent that has not declared may route everything, and every deletion waits for it.
-		// That takes the right everywhere.
+		// An agent that has not declared may route everything, so every deletion waits for it. Only
+		// an agent with the right everywhere may cause that.
 		c.Ledger.Declare(who.Agent, s.Number, "", nil)
 	}
 	if former := c.sessions[who.Agent]; former != nil {
-		former.Wake() // and it ends
+		former.Wake() // so that it ends
 	}
 	c.sessions[who.Agent] = s
 	return s, nil
@@ -501,19 +501,20 @@ func (c *Core) Disconnect(now time.Time, s *Session) {
 	c.Ledger.Disconnect(now, s.Who.Agent, s.Number)
 }
 
-// cut ends the stream of an agent and voids what it has reported, at once: what serves the stream
-// may hang in a write. Without a stream it does nothing.
+// cut ends the stream of an agent and voids its reports immediately, because the goroutine of the
+// stream may hang in a write. Without a stream it does nothing.
 func (c *Core) cut(now time.Time, id drain.AgentID, why string) {
 	s := c.sessions[id]
 	if s == nil {
 		return
 	}
 	c.Disconnect(now, s)
-	s.Wake() // and it ends
+	s.Wake() // so that it ends
 	c.effects.Cut = append(c.effects.Cut, Cut{s, why})
 }
 
-// Declare records what an agent routes. Only what it may acknowledge may be among it.
+// Declare records what an agent routes. d must contain only Services whose drains the agent may
+// acknowledge.
 func (c *Core) Declare(id drain.AgentID, d wire.Declaration) (declared wire.Declared, err error) {
 	repeat, ok := c.Ledger.Declare(id, d.Session, d.Population, d.Routes)
 	s := c.sessions[id]
@@ -528,12 +529,12 @@ func (c *Core) Declare(id drain.AgentID, d wire.Declaration) (declared wire.Decl
 	return wire.Declared{Declared: s.declared}, nil
 }
 
-// Taken is what a line of reports was.
+// Taken is the effect of a line of reports.
 type Taken struct {
-	// AsOf is when the message was written that the agent had read last then.
+	// AsOf is when the last message that the agent had read before it reported was written.
 	AsOf time.Time
-	// News reports whether anything is another than before. Reached is how far gateways came for
-	// the first time, good until the next step.
+	// News: a report differs from before. Reached are the states that gateways reached for the
+	// first time, valid until the next step.
 	News    bool
 	Reached []drain.Reached
 }
@@ -548,12 +549,12 @@ func (c *Core) Report(now time.Time, id drain.AgentID, said wire.Reports) (t Tak
 	return t, nil
 }
 
-// clock is what this replica writes into messages, and reads from what agents say again:
-// milliseconds of its life, never 0.
+// clock is the time in messages, which agents return in their reports: milliseconds since this
+// replica began, never 0.
 func (c *Core) clock(now time.Time) int64 { return now.Sub(c.Began).Milliseconds() + 1 }
 
-// asOf is when the message was written that an agent had taken in last when it read what it
-// reports. No report is from the future.
+// asOf returns when the last message that an agent had processed before it read its states was
+// written. It is never in the future.
 func (c *Core) asOf(now time.Time, at int64) time.Time {
 	if at == 0 || at > c.clock(now) {
 		return now
@@ -561,22 +562,22 @@ func (c *Core) asOf(now time.Time, at int64) time.Time {
 	return c.Began.Add(time.Duration(at-1) * time.Millisecond)
 }
 
-// News is what an agent is told in one write.
+// News is what an agent is sent in one write.
 type News struct {
 	Open     []drain.Open
 	Released []drain.Release
-	// First says that nothing was written into the stream before. Declared is how many declarations
-	// are answered by it. 0: none.
+	// First: it is the first write of the stream. Declared is the number of the last declaration
+	// that it answers. 0: none.
 	First    bool
 	Declared int
 	// lines are the messages about Open and Released, without their times.
 	lines []byte
 }
 
-// Feed returns what the agent has not been told yet. ok is false if the stream is over.
+// Feed returns what was not sent to the agent yet. ok is false if the stream is over.
 func (c *Core) Feed(s *Session) (n News, ok bool) {
 	if !c.Ledger.Current(s.Who.Agent, s.Number) {
-		return n, false // the agent has another stream: what this one takes would count as told on that
+		return n, false // the agent has another stream, on which this would count as sent
 	}
 	n.First, s.began = !s.began, true
 	if s.declared > s.answered {
@@ -598,7 +599,7 @@ func (c *Core) Feed(s *Session) (n News, ok bool) {
 	}
 }
 
-// written are lines that some agents are sent, and what they are of.
+// written are encoded lines for several agents, and what they encode.
 type written struct {
 	revision uint64
 	open     *drain.Open
@@ -606,7 +607,7 @@ type written struct {
 	lines    []byte
 }
 
-// written returns how agents are told of open and released. It is written once for all of them.
+// written returns the encoding of open and released, which is made once for all agents.
 func (c *Core) written(revision uint64, open []drain.Open, released []drain.Release) []byte {
 	w := written{revision: revision}
 	if len(open) > 0 {

@@ -13,16 +13,16 @@ import (
 )
 
 const (
-	// maxHealthServices bounds the Services of which a view shows what gateways believe,
-	// maxHealthReports the gateways of each.
+	// maxHealthServices bounds the Services whose health a view shows, maxHealthReports the
+	// gateways of each.
 	maxHealthServices = 200
 	maxHealthReports  = 20
 )
 
-// healthReports are what agents say of the health of their targets, for operators: nothing is
-// decided by it. They live as long as the stream on which they were told, because nobody says when
-// they stop being so. The mutex is never waited for while the coordinator's is held: a view takes
-// its time.
+// healthReports are the agents' reports on the health of their targets, for operators: nothing is
+// decided by them. They are dropped when the stream that brought them ends, because they could not
+// be updated any more. This mutex is never waited for while the coordinator's is held, because a
+// view holds it for long.
 type healthReports struct {
 	mu sync.Mutex
 	of map[drain.AgentID]*healthReport
@@ -34,19 +34,19 @@ type healthReport struct {
 	services int
 	all      wire.TargetCounts
 	told     map[drain.Service]*wire.ServiceHealth
-	// size is that of told, at most wire.MaxHealthKept.
+	// size is the size of told, at most wire.MaxHealthKept.
 	size int
 }
 
-// take takes in what is new. What may says no to, because the agent has not declared it, and what
-// there is no room for, is left out.
+// take records the changes. Services for which may returns false, because the agent has not
+// declared them, and those beyond the limit are left out.
 func (b *healthReports) take(id drain.AgentID, h wire.Health, may func(drain.Service) bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	is := b.of[id]
 	switch {
 	case is != nil && is.session > h.Session:
-		return // it was under way while the agent came anew
+		return // of an older session: the agent has reconnected
 	case h.First:
 		is = &healthReport{session: h.Session, told: map[drain.Service]*wire.ServiceHealth{}}
 		if b.of == nil {
@@ -54,7 +54,7 @@ func (b *healthReports) take(id drain.AgentID, h wire.Health, may func(drain.Ser
 		}
 		b.of[id] = is
 	case is == nil || is.session != h.Session:
-		return // it is a difference to something that is not known
+		return // a difference without its base
 	}
 	is.services, is.all = h.Services, h.All
 	forget := func(s drain.Service) {
@@ -72,7 +72,7 @@ func (b *healthReports) take(id drain.AgentID, h wire.Health, may func(drain.Ser
 			continue
 		}
 		is.size += s.Size()
-		// What was read may be kept in more room than it takes.
+		// The decoded slice may be larger than its content.
 		s.Targets = slices.Clip(slices.Clone(s.Targets))
 		for i := range s.Targets {
 			s.Targets[i].Since = s.Targets[i].Since.UTC()
@@ -81,7 +81,7 @@ func (b *healthReports) take(id drain.AgentID, h wire.Health, may func(drain.Ser
 	}
 }
 
-// end forgets what was told on a session.
+// end forgets the reports of a session.
 func (b *healthReports) end(id drain.AgentID, session uint64) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -90,8 +90,8 @@ func (b *healthReports) end(id drain.AgentID, session uint64) {
 	}
 }
 
-// applyHealth takes in what an agent says of the health of its targets. It reports false if session
-// is not the agent's present one.
+// applyHealth records an agent's report on the health of its targets. It returns false if the
+// session is not the agent's present one.
 func (c *Coordinator) applyHealth(who Identity, h wire.Health) bool {
 	var routes map[drain.Service]drain.Route
 	ok := false
@@ -108,7 +108,7 @@ func (c *Coordinator) applyHealth(who Identity, h wire.Health) bool {
 		return every || named
 	})
 	if ok = c.current(who.Agent, h.Session); !ok {
-		c.targetHealth.end(who.Agent, h.Session) // it ended meanwhile, and nobody else would
+		c.targetHealth.end(who.Agent, h.Session) // the session has ended in the meantime
 	}
 	return ok
 }
@@ -120,8 +120,8 @@ func (c *Coordinator) current(id drain.AgentID, session uint64) bool {
 	return c.core.Ledger.Current(id, session)
 }
 
-// receive takes in a line of health. What cannot be read is counted and logged: reports come by the
-// same stream, and it goes on.
+// receive records a line of health. A line that cannot be read is counted and logged but does not
+// end the stream, which also brings reports.
 func (c *Coordinator) receive(who Identity, line []byte) {
 	h, err := wire.ParseHealth(line)
 	code := noContent
@@ -135,15 +135,15 @@ func (c *Coordinator) receive(who Identity, line []byte) {
 	c.Metrics.api.WithLabelValues(wire.HealthPath, code).Inc()
 }
 
-// healthElsewhere is where there is more.
+// healthElsewhere tells operators where to find the rest.
 const healthElsewhere = "Each agent tells of all its targets at /v1/targets of its --metrics-address (:9101 if it " +
 	"is not set otherwise)."
 
-// view joins what is told by Services. agents are those that are known, in the order in which
-// gateways are to be listed.
+// view groups the reports by Service. agents are the known agents, in the order in which to list
+// their gateways.
 func (b *healthReports) view(agents []Agent) api.TargetHealth {
-	// Those of a Service are kept apart by how much trouble they have, and of each only as many as
-	// are shown.
+	// The reports on a Service are collected by severity, and of each severity only as many as are
+	// shown.
 	type joined struct {
 		api.ServiceHealth
 		of [3][]api.GatewayHealth
@@ -205,7 +205,7 @@ func (b *healthReports) view(agents []Agent) api.TargetHealth {
 	return v
 }
 
-// gatewayHealth is what the gateway of an agent believes of one Service.
+// gatewayHealth returns the health of one Service, as the gateway of an agent sees it.
 func gatewayHealth(a *Agent, told *wire.ServiceHealth) api.GatewayHealth {
 	says := api.GatewayHealth{Agent: a.Name, Gateway: a.Gateway, TargetCounts: api.TargetCounts(told.TargetCounts),
 		FailingOpen: told.FailingOpen, Checked: told.Checked, Targets: []api.UnhealthyTarget{}}

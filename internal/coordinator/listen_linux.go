@@ -9,11 +9,11 @@ import (
 // tcpUserTimeout is TCP_USER_TIMEOUT of linux/tcp.h.
 const tcpUserTimeout = 0x12
 
-// ListenConfig returns how to listen for agents: a connection whose other end does not acknowledge
-// what is written, or does not answer while nothing is, ends after away. Heartbeats are written all
-// the time, so that the stream of a node that has lost its power ends within away and a heartbeat;
-// without this the kernel tries for a quarter of an hour, and all that time the agent counts as
-// connected.
+// ListenConfig returns the configuration of the listener for agents. A connection ends after away
+// if its other end does not acknowledge what is written, or does not answer keep-alive probes.
+// Heartbeats are written all the time, so the stream of a node that has lost power ends within away
+// and a heartbeat. Otherwise the kernel would retry for a quarter of an hour, during which the
+// agent would count as connected.
 func ListenConfig(away time.Duration) net.ListenConfig {
 	return net.ListenConfig{
 		KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: away / 2, Interval: max(away/5, time.Second),

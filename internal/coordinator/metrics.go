@@ -6,7 +6,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// Metrics are the coordinator's. Every series with a bounded set of labels is there from the start.
+// Metrics are the metrics of the coordinator. Every series with a bounded set of labels exists from
+// the start.
 type Metrics struct {
 	holds   prometheus.Gauge
 	drains  *prometheus.GaugeVec
@@ -54,7 +55,7 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 	})
 	m.barriers = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 		Name:    "lameduck_barrier_duration_seconds",
-		Help:    "Time from the deletion of a pod until its barrier let SIGTERM go on, by reason.",
+		Help:    "Time from the deletion of a pod until its barrier allowed SIGTERM, by reason.",
 		Buckets: []float64{.01, .025, .05, .1, .25, .5, 1, 1.5, 2, 3, 5, 8, 12, 20, 30, 60},
 	}, []string{"reason"})
 	m.cut = prometheus.NewCounter(prometheus.CounterOpts{

@@ -10,8 +10,8 @@ import (
 )
 
 const (
-	// maxObserved bounds the pods that are measured at one time, maxMeasured the namespaces that
-	// are remembered, and measuredKept the waits that are remembered of each.
+	// maxObserved bounds the pods that are measured simultaneously, maxMeasured the namespaces that
+	// are remembered, and measuredKept the waits that are remembered for each.
 	maxObserved  = 10_000
 	maxMeasured  = 1000
 	measuredKept = 1000
@@ -20,24 +20,25 @@ const (
 	observedFor = 30 * time.Second
 )
 
-// observed is a pod whose deletion did not wait, because its mode is observe.
+// observed is a pod whose deletion did not wait because its mode is observe.
 type observed struct {
 	drain.Barrier
-	// allowed is when its deletion was. Since is zero until the pod is terminating.
+	// allowed is when its deletion was allowed. Since is zero until the pod is terminating.
 	allowed time.Time
 }
 
-// Measured is a deletion that did not wait, and how long it would have: Took.
+// Measured is a deletion that did not wait. Took is how long it would have waited.
 type Measured struct {
 	drain.Status
 	Took time.Duration
-	// InFlight says that a gateway had requests or connections to the pod when it had stopped
-	// routing to it.
+	// InFlight: a gateway still had requests or connections to the pod when it had stopped routing
+	// to it.
 	InFlight bool
 }
 
-// Observe has it measured how long gateways take to stop routing to a pod once it is terminating,
-// and what they have in flight to it then. No call waits for that, and no gateway is told to stop.
+// Observe measures how long gateways take to stop routing to a pod once it is terminating, and
+// whether requests are in flight to it then. No call waits for that, and no gateway excludes the
+// pod.
 func (c *Core) Observe(now time.Time, request Request, targets []netip.AddrPort) {
 	if c.observed[request.Pod.UID] != nil || len(c.observed) >= maxObserved {
 		return
@@ -47,7 +48,7 @@ func (c *Core) Observe(now time.Time, request Request, targets []netip.AddrPort)
 		Services: servicesOf(request.Targets), Targets: targets, Bound: c.times.Deadline, Last: last}}
 }
 
-// terminating begins to measure a pod that is observed.
+// terminating starts the measurement of an observed pod.
 func (c *Core) terminating(now time.Time, uid drain.UID) {
 	if o := c.observed[uid]; o != nil && o.Since.IsZero() {
 		o.Since = now
@@ -55,7 +56,7 @@ func (c *Core) terminating(now time.Time, uid drain.UID) {
 	}
 }
 
-// measure ends what is measured of a pod, if it is over by now.
+// measure ends the measurement of a pod if it is complete.
 func (c *Core) measure(now time.Time, uid drain.UID) {
 	o := c.observed[uid]
 	switch {
@@ -81,20 +82,20 @@ func (c *Coordinator) Observe(request Request, targets []netip.AddrPort) {
 type Report struct {
 	Namespace string
 	// Deletions is how many were measured. Of these, InFlight had requests or connections in flight
-	// when their gateways had stopped routing to them. Unmeasured are others, of which that was not
-	// known by the deadline.
+	// when their gateways had stopped routing to them. Unmeasured counts other deletions, for which
+	// that was not known by the deadline.
 	Deletions, InFlight, Unmeasured int
-	// Took are the newest of the waits.
+	// Took are the newest waits.
 	Took []time.Duration
 }
 
-// measured is what is remembered of a namespace.
+// measured is what is remembered for a namespace.
 type measured struct {
 	Report
 	took ring[time.Duration]
 }
 
-// measure notes a deletion, called with the lock.
+// measure, called with the lock, records a deletion.
 func (c *Coordinator) measure(m Measured) {
 	ns := c.seen.measured[m.Pod.Namespace]
 	if ns == nil {
@@ -119,7 +120,7 @@ func (c *Coordinator) measure(m Measured) {
 	}
 }
 
-// Reports returns what was measured in each namespace, in the order of their names, and since when.
+// Reports returns the measurements of each namespace, sorted by name, and since when they run.
 func (c *Coordinator) Reports() (since time.Time, all []Report) {
 	c.locked(func() {
 		since = c.core.Began

@@ -15,7 +15,7 @@ type Claimant interface {
 	Claim(ctx context.Context, claim wire.Claim) wire.Claimed
 }
 
-// claim answers another replica that was asked about a deletion.
+// claim answers another replica's question about a deletion.
 func (c *Coordinator) claim(w http.ResponseWriter, r *http.Request, _ Identity) (any, error) {
 	var claim wire.Claim
 	if err := decode(w, r, &claim); err != nil {
@@ -35,15 +35,15 @@ func (c *Coordinator) claim(w http.ResponseWriter, r *http.Request, _ Identity) 
 	return claimed, nil
 }
 
-// ReliedOn reports whether another replica, which stops, may have left a call about the pod to this
-// one.
+// ReliedOn reports whether another replica that is stopping may have left a call about the pod to
+// this one.
 func (c *Coordinator) ReliedOn(uid drain.UID) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.core.ReliedOn(uid)
 }
 
-// replica tells another one what it needs to go on where this one is.
+// replica answers another replica with what it needs to continue the drains of this one.
 func (c *Coordinator) replica(http.ResponseWriter, *http.Request, Identity) (any, error) {
 	ready := c.Able() == nil
 	c.mu.Lock()
@@ -51,14 +51,14 @@ func (c *Coordinator) replica(http.ResponseWriter, *http.Request, Identity) (any
 	return c.core.Replica(time.Now(), ready), nil
 }
 
-// Polled records what the other replicas told last: their open drains, which it opens here too if
+// Polled records what the other replicas sent last: their open drains, which it opens here too if
 // adopt is set, and the agents that let drains expire. See [drain.Ledger.Polled].
 func (c *Coordinator) Polled(states []wire.Replica, adopt bool) {
 	c.change(func() { c.core.Polled(time.Now(), states, adopt) })
 }
 
 // Claim opens a drain of a pod for a witness, or joins the open one, as [Coordinator.Drain]
-// does for the API server. It does not wait. hold reports whether a call for it may.
+// does for the API server. It does not wait. hold reports whether a call for it may wait.
 func (c *Coordinator) Claim(request Request) (status drain.Status, hold bool) {
 	c.change(func() { status, hold = c.core.Claim(time.Now(), request) })
 	return status, hold

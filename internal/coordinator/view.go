@@ -12,21 +12,22 @@ import (
 )
 
 const (
-	// maxOutcomes is how many drains that ended are remembered.
+	// maxOutcomes is how many ended drains are remembered.
 	maxOutcomes = 200
-	// maxSamples is how many times of each kind of gateway quantiles are taken from, the newest.
-	// maxKinds bounds the kinds, maxKindLength the letters of their names: agents choose them.
+	// maxSamples is the number of times from which the quantiles of a kind of gateway are computed,
+	// the newest ones. maxKinds bounds the kinds, maxKindLength their names, because agents choose
+	// them.
 	maxSamples    = 1000
 	maxKinds      = 16
 	maxKindLength = 40
-	// maxIntroduced bounds the agents of which is remembered how they introduced themselves.
+	// maxIntroduced bounds the agents whose introductions are remembered.
 	maxIntroduced = 20_000
 	// maxSilent bounds the gateways that an outcome names.
 	maxSilent = 5
 	// featuresShown bounds the features of an agent that are remembered.
 	featuresShown = 16
-	// otherKind is what gateways are called when there are too many kinds, unnamedKind if their
-	// agent does not say.
+	// otherKind is the kind of gateways beyond maxKinds, unnamedKind of those whose agent names
+	// none.
 	otherKind, unnamedKind = "other", "unnamed"
 )
 
@@ -35,14 +36,14 @@ const (
 type history struct {
 	introduced map[drain.AgentID]*introduced
 	open       map[drain.UID]*course
-	// outcomes and what next points to are a ring, as in times.
+	// outcomes is a ring, as in times.
 	outcomes ring[Outcome]
 	kinds    map[string]*times
 	barriers map[drain.UID]*barrierProgress
 	measured map[string]*measured
 }
 
-// introduced is how an agent introduced itself, and how it did since.
+// introduced is how an agent introduced itself, and its performance since.
 type introduced struct {
 	gateway, address string
 	// build is the version of its program.
@@ -50,28 +51,28 @@ type introduced struct {
 	protocol  int
 	features  []string
 	connected time.Time
-	// posted is when its last report came, age how old that was.
+	// posted is when its last report arrived, age how old that was.
 	posted time.Time
 	age    time.Duration
-	// removed and idle are how long the last drain took that it acknowledged. Zero: there was none.
+	// removed and idle are the times of the last drain that it acknowledged. Zero: there was none.
 	removed, idle time.Duration
 }
 
-// course is how an open drain came to where it is.
+// course is the history of an open drain.
 type course struct {
 	// phase was entered at.
 	phase drain.Phase
 	at    time.Time
-	// told is when agents were told. Zero: they were not, for want of room.
+	// told is when agents were told. Zero: they were not, because it is queued.
 	told time.Time
-	// released is when it was, for reason, without the word of silent and more.
+	// released is when it was released, for reason, without the acknowledgement of silent and more.
 	released time.Time
 	reason   drain.Reason
 	silent   []string
 	more     int
 }
 
-// times are those of one kind of gateway.
+// times are the times of one kind of gateway.
 type times struct{ removed, idle ring[time.Duration] }
 
 // ring keeps the newest of what is added.
@@ -106,12 +107,12 @@ func newHistory() *history {
 		kinds: map[string]*times{}, measured: map[string]*measured{}}
 }
 
-// introduce returns what is remembered of an agent, and makes room for it.
+// introduce returns what is remembered of an agent, and adds an entry if there is none.
 func (h *history) introduce(id drain.AgentID) *introduced {
 	of := h.introduced[id]
 	if of == nil {
 		if len(h.introduced) >= maxIntroduced {
-			clear(h.introduced) // they introduce themselves again
+			clear(h.introduced) // agents introduce themselves again
 		}
 		of = &introduced{}
 		h.introduced[id] = of
@@ -119,21 +120,21 @@ func (h *history) introduce(id drain.AgentID) *introduced {
 	return of
 }
 
-// connected notes a new stream.
+// connected records a new stream.
 func (h *history) connected(now time.Time, id drain.AgentID, protocol int, offer wire.Offer, address string) {
 	was := h.introduce(id)
 	was.protocol, was.features, was.address, was.connected, was.build = protocol,
 		offer.Features[:min(len(offer.Features), featuresShown)], address, now, offer.Build
 }
 
-// declared notes what kind of gateway an agent has.
+// declared records the kind of an agent's gateway.
 func (h *history) declared(id drain.AgentID, gateway string) {
 	if of := h.introduced[id]; of != nil {
 		of.gateway = gateway[:min(len(gateway), maxKindLength)]
 	}
 }
 
-// reported notes what an agent says.
+// reported records the times of an agent's reports.
 func (h *history) reported(now time.Time, id drain.AgentID, taken Taken) {
 	of := h.introduce(id)
 	of.posted, of.age = now, now.Sub(taken.AsOf)
@@ -168,8 +169,8 @@ func (h *history) of(kind string) *times {
 	return t
 }
 
-// silent names those who had not let go when a drain was released, and says how many more there
-// were. Who is away and was not waited for is marked.
+// silent names the agents that had not acknowledged when a drain was released, and returns how many
+// more there were. Agents that were away and not waited for are marked.
 func silent(s drain.Status) (all []string, more int) {
 	if s.Reason.Abnormal() {
 		for _, w := range slices.Concat(s.Waiting, s.Suspended, s.Lost) {
@@ -183,7 +184,7 @@ func silent(s drain.Status) (all []string, more int) {
 	return all[:few], len(all) - few + s.MoreAway
 }
 
-// turned notes that a drain has entered another phase.
+// turned records that a drain has entered another phase.
 func (h *history) turned(now time.Time, s drain.Status) {
 	c := h.open[s.Pod.UID]
 	if c == nil {
@@ -215,7 +216,7 @@ type View struct {
 	Lease     drain.Holder
 	Times     drain.Times
 	Stopping  bool
-	// Holds is how many calls wait of MaxHolds.
+	// Holds is how many calls wait, of at most MaxHolds.
 	Holds, MaxHolds int
 	// Expected, Missing and Suspended count agents.
 	Expected, Missing, Suspended int
@@ -226,37 +227,37 @@ type View struct {
 	// Hooks wait there, Barred of them.
 	Barriers             []OpenBarrier
 	OpenBarriers, Barred int
-	// Elsewhere is how many pods other replicas alone unroute, as they last said.
+	// Elsewhere is how many pods only other replicas unroute, as they last reported.
 	Elsewhere int
-	// Agents are in the order of their names.
+	// Agents are sorted by name.
 	Agents []Agent
 	// Outcomes are the newest first.
 	Outcomes    []Outcome
 	Propagation []api.Propagation
-	// TargetHealth are what gateways believe of the health of their targets.
+	// TargetHealth is the health of targets as the gateways see it.
 	TargetHealth api.TargetHealth
 }
 
 // Drain is an open drain.
 type Drain struct {
 	drain.Status
-	// Entered is when its phase began, Told when agents were told of it; zero: they were not, for
-	// want of room.
+	// Entered is when its phase began, Told when agents were told of it; zero: they were not,
+	// because it is queued.
 	Entered, Told time.Time
-	// Reports are what those say who owe it, those who are least far first: at most those that were
-	// asked for, of Acknowledgers.
+	// Reports are those of the agents that must acknowledge it, the lowest state first: at most as
+	// many as were asked for, of Acknowledgers in all.
 	Reports       []AgentReport
 	Acknowledgers int
 }
 
-// AgentReport is what one agent says of a drain.
+// AgentReport is one agent's report on a drain.
 type AgentReport struct {
 	drain.AgentReport
 	// Gateway is the kind of its gateway.
 	Gateway string
 }
 
-// Agent is one agent, as it introduced itself and as it did since.
+// Agent is one agent, as it introduced itself, and its performance since.
 type Agent struct {
 	drain.AgentInfo
 	Gateway, Address string
@@ -266,12 +267,11 @@ type Agent struct {
 	Build string
 	// Connected is when its stream began.
 	Connected time.Time
-	// Posted is when its last report came, Age how old that was by then: about as long as a message
-	// takes to and fro, and a heartbeat at most.
+	// Posted is when its last report arrived, Age how old that was on arrival: about the time of a
+	// round trip, and at most a heartbeat more.
 	Posted time.Time
 	Age    time.Duration
-	// Removed and Idle are how long it took in the last drain that it acknowledged. Zero: it did
-	// not yet.
+	// Removed and Idle are its times in the last drain that it acknowledged. Zero: there was none.
 	Removed, Idle time.Duration
 }
 
@@ -281,20 +281,20 @@ type Outcome struct {
 	// Gate is where it was, AtHold or AtBarrier.
 	Gate drain.Gate
 	At   time.Time
-	// Reason is why the deletion was let go on; if it never was, it is End: PodDeleted, because the
-	// pod went all the same, or Abandoned.
+	// Reason is why the deletion was allowed. If it never was, it is the same as End: PodDeleted,
+	// because the pod was deleted nevertheless, or Abandoned.
 	Reason, End drain.Reason
-	// Took is how long it was until the deletion could go on or, if it never could, until the end.
+	// Took is the time until the deletion was allowed or, if it never was, until the end.
 	Took time.Duration
-	// Silent names gateways that had not let go when the deletion went on, those that were away and
-	// not waited for marked so, and More says how many more there were.
+	// Silent names gateways that had not acknowledged when the deletion was allowed, with a mark on
+	// those that were away and not waited for, and More is how many more there were.
 	Silent []string
 	More   int
 }
 
-// View returns what is known now, with at most so many drains and words of each. The lock is given
-// back after each drain, so that nobody waits for all of them: what is said of one drain was so at
-// one moment, and that of another a moment later.
+// View returns what is known now, with at most drains drains and words reports on each. It releases
+// the lock after each drain, so that other callers wait only for one. The drains are therefore of
+// slightly different moments.
 func (c *Coordinator) View(drains, words int) View {
 	c.mu.Lock()
 	now, n := time.Now(), c.core.Ledger.Counts()
@@ -327,7 +327,7 @@ func (c *Coordinator) View(drains, words int) View {
 	return v
 }
 
-// drain is one drain, as far as it is now.
+// drain returns the present state of one drain.
 func (c *Coordinator) drain(uid drain.UID, words int) Drain {
 	c.mu.Lock()
 	defer c.unlock()
@@ -346,7 +346,7 @@ func (c *Coordinator) drain(uid drain.UID, words int) Drain {
 	return d
 }
 
-// agent, called with the lock, is k as it introduced itself and did since.
+// agent, called with the lock, returns k with its introduction and its performance since.
 func (c *Coordinator) agent(k drain.AgentInfo) Agent {
 	a := Agent{AgentInfo: k}
 	if i := c.seen.introduced[k.ID]; i != nil {
@@ -359,8 +359,8 @@ func (c *Coordinator) agent(k drain.AgentInfo) Agent {
 	return a
 }
 
-// Acknowledgers returns who may send to the pods of services, as [drain.Ledger.Acknowledgers] does,
-// with the kinds of their gateways.
+// Acknowledgers returns the agents whose gateways may send to the pods of services, as
+// [drain.Ledger.Acknowledgers] does, with the kinds of their gateways.
 func (c *Coordinator) Acknowledgers(services []drain.Service) (parties []drain.Acknowledger,
 	gateways map[drain.AgentID]string) {
 	c.mu.Lock()
@@ -395,7 +395,7 @@ func quantiles(kind string, what drain.State, r *ring[time.Duration]) api.Propag
 		return p
 	}
 	sorted := slices.SortedFunc(slices.Values(r.kept), cmp.Compare)
-	// The smallest of which at least so many in a hundred are not above.
+	// The smallest value that at least percent of the values do not exceed.
 	at := func(percent int) float64 { return sorted[max(0, (len(sorted)*percent+99)/100-1)].Seconds() }
 	p.P50Seconds, p.P90Seconds, p.P99Seconds, p.MaxSeconds = at(50), at(90), at(99), at(100)
 	return p
