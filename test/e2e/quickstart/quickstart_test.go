@@ -46,7 +46,7 @@ func (l *lab) testQuickStart(t *testing.T) {
 				}
 			}
 		},
-		"Opt in to the barrier": func(out []string) {
+		"Let pods wait for kube-proxy": func(out []string) {
 			if hooks := strings.Count(out[0], "/v1/wait/"); hooks != 4 {
 				t.Errorf("%d pods have a hook, want 4", hooks)
 			}
