@@ -30,12 +30,12 @@ import (
 )
 
 const (
-	// learnTimeout is how long the gateway is not programmed while coordinators have not said which
-	// drains are open.
+	// learnTimeout is how long the agent waits for the coordinators' open drains before it programs
+	// the gateway without them.
 	learnTimeout = 3 * time.Second
 	// servicesTimeout is how long the gateway waits for the Services' annotations when the agent
-	// starts: without them nobody is known to be probed, so that those whom an earlier agent had
-	// taken out for their health would come back.
+	// starts: without them no target is known to have a check, so that targets which an earlier
+	// agent had taken out for their health would be routed again.
 	servicesTimeout = time.Second
 )
 
@@ -46,10 +46,10 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 	checked := cmp.Or(o.file.Health, &healthFile{MinHealthyPercent: minHealthyPercent})
 	set := health.New(health.Options{UsablePercent: checked.MinHealthyPercent})
 	m := metrics.NewDirected(registry, set)
-	news := signal.New() // what coordinators are told may have changed
+	news := signal.New() // reports may have changed
 	kept, err := journal.Open(ctx, o.file.StateDir, func(err error) {
 		m.Wrote(err)
-		news.Raise() // what is in the file may be told
+		news.Raise() // what is in the file may be reported
 	}, log)
 	switch {
 	case errors.Is(err, journal.ErrLocked):

@@ -8,22 +8,23 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
-// leaveTimeout bounds how long an agent that is told to stop takes to look at its gateway and to
-// tell coordinators that it leaves.
+// leaveTimeout bounds how long a stopping agent takes to check its gateway and to tell coordinators
+// that it leaves.
 const leaveTimeout = 2 * time.Second
 
-// leaving is how an agent goes: where its gateway has gone before it, as it has where the agent is
-// a native sidecar, coordinators are told to wait for it no longer.
+// leaving is the end of an agent. If its gateway has ended before it, as it does where the agent is
+// a native sidecar, the agent tells coordinators not to wait for it.
 type leaving struct {
-	// gateway is called by nobody else by then.
+	// gateway has no other caller by then.
 	gateway gateway.Directed
-	// programmed says that the gateway was there once.
+	// programmed reports whether the gateway was ever programmed.
 	programmed func() bool
 	leave      func(context.Context) error
 	log        *slog.Logger
 }
 
-// outlive runs streams until ctx is done, and then until what there is to say is said.
+// outlive runs streams until ctx is done, and then until coordinators have received the last
+// message.
 func (l *leaving) outlive(ctx context.Context, streams func(context.Context) error) error {
 	inner, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()

@@ -1,5 +1,8 @@
-// Command agent stands beside a gateway: it directs what the gateway routes by EndpointSlices,
-// takes pods out of it when a coordinator asks, and acknowledges what the gateway proves.
+// Command agent runs beside a gateway, or on a node for kube-proxy. It directs or observes the
+// gateway and acknowledges to coordinators (cmd/webhook) when the gateway has stopped routing to a
+// pod. On a node it also answers preStop hooks. "agent record" records a gateway's admin interface.
+// This package parses the configuration and wires the packages below internal/agent; the gateways
+// themselves are below pkg/gateway.
 package main
 
 import (
@@ -24,8 +27,8 @@ import (
 
 func main() { cli.Main("agent", run) }
 
-// run is the whole program. getenv gives KUBECONFIG and what the configuration file refers to as
-// ${NAME}.
+// run is the whole program. getenv gives KUBECONFIG and the variables to which the configuration
+// file refers as ${NAME}.
 func run(ctx context.Context, args []string, getenv func(string) string, stdout, stderr io.Writer) error {
 	if len(args) > 0 && args[0] == "record" {
 		return record.Run(ctx, args[1:], stdout, stderr)
@@ -75,7 +78,7 @@ func connect(kubeconfig string) (kubernetes.Interface, error) {
 	return kube, nil
 }
 
-// declared returns what coordinators are told of a gateway's routes.
+// declared returns the routes that the agent declares to coordinators.
 func declared(kind gateway.Kind, can drain.Kind) []drain.Route {
 	every := drain.Route{Service: drain.EveryService, Via: drain.Endpoints, Kind: can, Granularity: drain.PerConnection}
 	if kind.PerRequest() {

@@ -34,7 +34,7 @@ const (
 	waitGrace = 25 * time.Second
 	// waitConns bounds the connections of hooks: each hook has one.
 	waitConns = 2048
-	// absentEvery is how often it is looked whether the gateway can be observed.
+	// absentEvery is how often to check whether the gateway can be observed.
 	absentEvery = 200 * time.Millisecond
 )
 
@@ -53,7 +53,7 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 	following := serving.New(o.file.HealthTimeout.Duration)
 	posts := metrics.NewClient(registry, wire.DeclarationsPath, wire.ReportsPath, wire.BarriersPath)
 
-	// What hooks are answered from ends after them.
+	// Tasks that hooks need for their answers end after them.
 	tasks := []serve.Task{
 		{Name: "gateway", Run: g.Run, Last: true},
 		{Name: "observed", Last: true, Run: func(ctx context.Context) error {
@@ -94,7 +94,7 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 			}},
 		)
 	} else {
-		log.Warn("no coordinators are configured: hooks wait for this node's gateway alone")
+		log.Warn("no coordinators are configured: hooks wait only for this node's gateway")
 	}
 	live := func(ctx context.Context, pod drain.Pod) (nodepods.Pod, bool, error) {
 		return nodepods.Live(ctx, kube, pod)
@@ -108,12 +108,12 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 			close(leave)
 			return nil
 		}})
-	// Whoever else has an address of hooks, and keeps it, need not be an agent.
+	// The process that has an address of hooks, and keeps it, need not be an agent.
 	var missing atomic.Int64
 	missing.Store(int64(len(o.file.WaitAddresses)))
 	for _, address := range o.file.WaitAddresses {
-		// It goes on for as long as hooks wait: those that come then would be refused, and end at
-		// once.
+		// It keeps listening while hooks wait: otherwise new hooks would be refused, and end
+		// immediately.
 		task, err := listen.Address{
 			Address: address, Shared: true, Ready: pods.Synced, Got: func() { missing.Add(-1) }, Leave: leave, Log: log,
 		}.Task(serve.Server{
@@ -134,8 +134,8 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 		}
 		return ""
 	})
-	// Not shared: who asks how this agent is must not be told how the other is by chance. While it
-	// has the address, it is the other.
+	// Not shared, so that a probe always reaches the same agent. While the other one has the
+	// address, that is the other one.
 	opsTask, err := listen.Address{Address: o.metrics, Log: log}.Task(opsServer(ops, log))
 	if err != nil {
 		return fmt.Errorf("listen: %w", err)
@@ -144,9 +144,9 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 	return serve.All(ctx, append(tasks, opsTask)...)
 }
 
-// followAbsent declares, until ctx is done, whether this agent can observe what sends to pods.
-// Where its gateway is absent, something else chooses the pod behind a Service's address, which
-// proves nothing and is not waited for.
+// followAbsent declares, until ctx is done, whether this agent can observe what sends to pods. If
+// its gateway is absent, something else chooses the pod behind a Service's address: then the agent
+// can acknowledge nothing, and drains do not wait for it.
 func followAbsent(ctx context.Context, g gateway.Observed, routes []drain.Route, declare func([]drain.Route),
 	log *slog.Logger) error {
 	absent := slices.Clone(routes)

@@ -29,8 +29,8 @@ func newRegistry() *prometheus.Registry {
 	return registry
 }
 
-// opsRouter answers operators and their tools. missing says what the agent is not ready for; empty:
-// it is ready.
+// opsRouter answers operators and their tools. missing returns what the agent still waits for
+// before it is ready; empty: it is ready.
 func opsRouter(registry *prometheus.Registry, following *serving.Health, missing func() string) *mux.Router {
 	r := mux.NewRouter()
 	r.Methods(http.MethodGet).Path("/metrics").Handler(promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
@@ -46,7 +46,7 @@ func opsRouter(registry *prometheus.Registry, following *serving.Health, missing
 	return r
 }
 
-// opsServer bounds those who read metrics and ask for health.
+// opsServer returns the server for metrics and health, with limits.
 func opsServer(handler http.Handler, log *slog.Logger) serve.Server {
 	return serve.Server{
 		Name: "metrics", Handler: handler, Conns: 100, ReadTime: hooks.HeaderTime, WriteTime: opsWrite,

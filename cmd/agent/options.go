@@ -20,7 +20,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// apiVersion and kind are what a configuration file must say it is.
+// apiVersion and kind are those of a configuration file.
 const (
 	apiVersion = config.APIVersion
 	kind       = "AgentConfiguration"
@@ -37,19 +37,19 @@ const defaultWaitAddress = "127.0.0.1:9447"
 // minHealthyPercent is health.Options.UsablePercent, unless the file says otherwise.
 const minHealthyPercent = 50
 
-// options are the command line and the configuration file, checked.
+// options are the validated command line and configuration file.
 type options struct {
 	kubeconfig string
 	metrics    string
 	nodeName   string
 	logLevel   slog.Level
 	file       file
-	// kind is the file's. directed is made from it if it can be.
+	// kind is the gateway of the file. directed is made from it if it can be directed.
 	kind     gateway.Kind
 	directed gateway.Directed
 }
 
-// file is the configuration file. What is said of a key here is said in schemas/agent.json too.
+// file is the configuration file. Its comments are the descriptions in schemas/agent.json too.
 type file struct {
 	// APIVersion is lameduck.io/v1alpha1.
 	APIVersion string `json:"apiVersion"`
@@ -169,13 +169,13 @@ func (f *file) read(content []byte, getenv func(string) string) (gateway.Kind, e
 	return kind, err
 }
 
-// onNode reports whether the agent is that of a node, and answers the hooks of its pods. The others
-// are each beside a replica of their gateway.
+// onNode reports whether the agent is a node agent, which answers the hooks of the node's pods.
+// Other agents are each beside a replica of their gateway.
 func onNode(kind gateway.ObservedKind) bool {
 	return kind.Observe(slog.New(slog.DiscardHandler)).Population() == gateway.Nodes
 }
 
-// complete fills in what is left to the agent.
+// complete sets the defaults of keys that are not set.
 func (f *file) complete(kind gateway.Kind) {
 	f.HealthTimeout.Duration = cmp.Or(f.HealthTimeout.Duration, healthTimeout)
 	switch kind := kind.(type) {
@@ -194,8 +194,7 @@ func (f *file) complete(kind gateway.Kind) {
 	}
 }
 
-// print writes the file that this agent runs with, without looking whether it can: what is missing
-// is missing.
+// print writes the complete configuration, without validating it: missing values stay missing.
 func (f file) print(path string, getenv func(string) string, out io.Writer) error {
 	content, err := os.ReadFile(path)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -205,7 +204,7 @@ func (f file) print(path string, getenv func(string) string, out io.Writer) erro
 		return fmt.Errorf("%w: --config %q: %w", cli.ErrUsage, path, err)
 	}
 	f.APIVersion, f.Kind = apiVersion, kind
-	_, kind, _ := f.Gateway.Kind() // what is missing is missing
+	_, kind, _ := f.Gateway.Kind() // not validated
 	f.complete(kind)
 	text, err := config.Print(f)
 	if err != nil {
@@ -215,7 +214,7 @@ func (f file) print(path string, getenv func(string) string, out io.Writer) erro
 	return cli.ErrPrinted
 }
 
-// check returns the kind of gateway, and reports everything that is wrong, not only the first.
+// check returns the kind of gateway. Its error names all invalid values, not only the first.
 func (f *file) check() (gateway.Kind, error) {
 	var errs []error
 	must := func(ok bool, format string, args ...any) {

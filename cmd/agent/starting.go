@@ -9,10 +9,10 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
-// starting programs the gateway no sooner than it is known what must not be in it.
+// starting delays the programming of the gateway until it is known which pods must not be in it.
 type starting struct {
 	director *gateway.Director
-	// learned is closed when every coordinator has said which drains are open. Nil: there is no
+	// learned is closed when every coordinator has sent its open drains. Nil: there is no
 	// coordinator.
 	learned <-chan struct{}
 	// checks is closed when it is known how targets are probed.

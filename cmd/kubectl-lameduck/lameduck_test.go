@@ -62,8 +62,8 @@ func TestMergeOfDrains(t *testing.T) {
 	}
 	want := []string{
 		"a Unrouting 8.0s/22s one+two: hap (unknown), third (routing)",
-		"b Released 1.0s/29s one: nobody (None)",
-		"c Queued 1.0s/29s two: room in its Service",
+		"b Released 1.0s/29s one: nothing (None)",
+		"c Queued 1.0s/29s two: capacity in its Service",
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)

@@ -1,5 +1,6 @@
-// Command kubectl-lameduck is a kubectl plugin, kubectl lameduck: it asks all coordinators what
-// they know, through the API server, and shows the whole of it.
+// Command kubectl-lameduck is a kubectl plugin, "kubectl lameduck". It reads the state of all
+// coordinators through the API server, merges it, and prints drains, agents, why a pod waits, and
+// the checks of an installation. It changes nothing. docs/kubectl.md describes its commands.
 package main
 
 import (

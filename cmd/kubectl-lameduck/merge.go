@@ -209,13 +209,13 @@ func in(drains []oneDrain, namespace string) []oneDrain {
 	return slices.DeleteFunc(slices.Clone(drains), func(d oneDrain) bool { return d.Namespace != namespace })
 }
 
-// waitsFor says whom a drain waits for, and what they say.
+// waitsFor names the agents that a drain waits for, with their reported states.
 func (d oneDrain) waitsFor(most int) string {
 	switch d.Phase {
 	case "Released":
-		return "nobody (" + d.Reason + ")"
+		return "nothing (" + d.Reason + ")"
 	case "Queued":
-		return "room in its Service"
+		return "capacity in its Service"
 	}
 	var parts []string
 	for _, w := range d.Reports {
@@ -232,7 +232,7 @@ func (d oneDrain) waitsFor(most int) string {
 		parts = append(parts[:most], "and "+count(max(d.Waiting, len(parts))-most)+" more")
 	}
 	if len(parts) == 0 {
-		return "nobody"
+		return "nothing"
 	}
 	return strings.Join(parts, ", ")
 }

@@ -77,7 +77,7 @@ func parse(args []string, out io.Writer) (options, error) {
 	f.BoolVar(&o.pre, "pre", false, "with check: before an installation")
 	f.BoolVar(&o.strict, "strict", false, "with check: warnings are errors")
 	f.StringVarP(&o.output, "output", "o", "", "wide, json or yaml; empty: a table")
-	f.BoolVarP(&o.watch, "watch", "w", false, "with drains: go on showing what changes")
+	f.BoolVarP(&o.watch, "watch", "w", false, "with drains: keep printing changes")
 	f.BoolVar(&o.evict, "evict", false, "with explain: evicted, as kubectl drain does, and not deleted")
 	f.StringVar(&rules.ExplicitPath, "kubeconfig", "", "path of the kubeconfig file")
 	bound := clientcmd.RecommendedConfigOverrideFlags("")

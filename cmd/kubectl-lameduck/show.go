@@ -70,7 +70,7 @@ func table(out io.Writer, head string, rows [][]string) {
 		}
 		fmt.Fprintln(w, strings.Join(row, "\t"))
 	}
-	_ = w.Flush() // what cannot be written, nobody is left to be told of
+	_ = w.Flush() // an error has no reader left
 }
 
 func status(ctx context.Context, o options, all replicas, out, stderr io.Writer) error {
@@ -148,7 +148,7 @@ func writeStatus(w whole, wide bool, out io.Writer) {
 		rows = append(rows, row)
 	}
 	if len(rows) == 0 {
-		fmt.Fprintln(out, "No agent is known: nobody can be asked, and deletions go on as without Lameduck.")
+		fmt.Fprintln(out, "No agent is known, so no gateway can be asked: deletions continue as without Lameduck.")
 	} else {
 		table(out, head, rows)
 	}
@@ -193,7 +193,7 @@ func writeStatus(w whole, wide bool, out io.Writer) {
 	table(out, "AGO POD REASON WAITED WHY", rows)
 }
 
-// writeBarriers tells who waits to be told to stop. Nobody: nothing.
+// writeBarriers prints the pods that wait for permission to stop, if there are any.
 func writeBarriers(all []api.OpenBarrier, now time.Time, out io.Writer) {
 	var rows [][]string
 	for _, b := range all {
@@ -435,7 +435,7 @@ func writeBarrier(b *api.ExplainedBarrier, out io.Writer) {
 	switch {
 	case b.Node == "":
 	case b.Agent == "":
-		fmt.Fprintf(out, "  on %s nobody answers them\n", b.Node)
+		fmt.Fprintf(out, "  on %s no agent answers them\n", b.Node)
 	case b.Connected:
 		fmt.Fprintf(out, "  on %s %s answers them, and is connected\n", b.Node, b.Agent)
 	default:

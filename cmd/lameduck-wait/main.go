@@ -1,7 +1,7 @@
-// Command lameduck-wait is a preStop hook: it asks the node's agent whether the pod may stop, waits
-// for the answer, and then does what the container's own hook did. It runs in users' containers, so
-// it is one static file, needs nothing there, and takes little of their memory: no TLS, no HTTP
-// library.
+// Command lameduck-wait is a preStop hook. It asks the agent on the pod's node whether the pod may
+// stop, waits for the answer, and then runs the container's own hook. The webhook copies it into
+// pods whose hook cannot be an httpGet. It runs in users' containers, so it is one static file, has
+// no dependencies there, and uses little of their memory: no TLS, no HTTP library.
 //
 //	lameduck-wait --agent='$(LAMEDUCK_HOST_IP):9447' --id=ID --container=NAME --bound=30s
 //	    [--sleep=5s | --http-get=URL | -- COMMAND...]
@@ -11,8 +11,8 @@
 // $(NAME) in --agent and --http-get is the environment variable of that name: kubelets expand it in
 // a container's command, not in a hook's.
 //
-// Whatever becomes of the question, the hook goes on: a pod is kept for an answer, never for the
-// want of one. Only the container's own hook makes it fail.
+// If the agent does not answer, the hook ends at its bound: a missing answer never keeps a pod.
+// Only the container's own hook makes it fail.
 package main
 
 import (

@@ -53,8 +53,8 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	})
 	if err := f.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
-			fmt.Fprintln(help, "lameduck-wait waits until the gateways have let go of the pod, then runs the "+
-				"container's own preStop hook, which follows after --.\n\nFlags:")
+			fmt.Fprintln(help, "lameduck-wait waits until the gateways have stopped routing to the pod, then runs "+
+				"the container's own preStop hook, which follows after --.\n\nFlags:")
 			f.SetOutput(help)
 			f.PrintDefaults()
 		}

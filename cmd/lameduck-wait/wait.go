@@ -113,7 +113,7 @@ func read(conn io.Reader) (string, error) {
 }
 
 // install copies the program to path, whole or not at all: the init container may be killed and run
-// again. Who may use it is everybody, as nobody here knows who the app's user is.
+// again. Every user may execute it, because the user of the app is not known here.
 func install(program, path string) error {
 	// The name under which it was started may be relative; the kernel knows.
 	if self, err := os.Executable(); err == nil {

@@ -21,19 +21,19 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/admission"
 )
 
-// servingTLS is how this replica shows who it is, and knows the API server.
+// servingTLS has this replica's certificate and the admission secret.
 type servingTLS struct {
 	door        *admission.SecretPath
 	certificate func(*tls.ClientHelloInfo) (*tls.Certificate, error)
 	// trusted returns the CAs of the certificates of all replicas.
 	trusted func() (*x509.CertPool, error)
-	// ready is why there is no certificate yet.
+	// ready returns why there is no certificate yet, or nil.
 	ready func() error
 	run   func(context.Context) error
 }
 
-// newServingTLS reads certificate and secret from files, where the configuration names some, and
-// has a keeper for the rest.
+// newServingTLS reads certificate and secret from the files that the configuration names. A keeper
+// makes those for which it names none.
 func newServingTLS(o options, kube kubernetes.Interface, metrics *admission.Metrics, registry *prometheus.Registry,
 	log *slog.Logger) (*servingTLS, error) {
 	conf := o.Certificates

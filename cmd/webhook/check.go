@@ -15,12 +15,12 @@ import (
 	"github.com/lameduck-io/lameduck/internal/entry"
 )
 
-// checkEvery is how often it is tried while it does not work.
+// checkEvery is the pause between tries.
 const checkEvery = time.Second
 
-// check proves that the API server asks a coordinator by each entry and hears its answer: it
-// evicts, as a dry run, a pod that need not exist. It takes the right to create pods/eviction for
-// the name lameduck-check in one namespace.
+// check proves that the API server reaches a coordinator by each entry of the webhook
+// configuration: it evicts, as a dry run, a pod that need not exist. It needs the right to create
+// pods/eviction for the name lameduck-check in one namespace.
 func check(ctx context.Context, args []string, getenv func(string) string, out io.Writer) error {
 	f := flag.NewFlagSet("webhook check", flag.ContinueOnError)
 	f.SetOutput(io.Discard)
@@ -63,7 +63,7 @@ func check(ctx context.Context, args []string, getenv func(string) string, out i
 			n, why = n+1, nil
 			continue
 		case apierrors.IsForbidden(err):
-			return err // asking again gives no right
+			return err // a missing right: trying again does not help
 		case why == nil || ctx.Err() == nil && errors.Is(err, entry.ErrNotAsked):
 			why = err
 		}

@@ -27,7 +27,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// agentLabel on a pod says that it is an agent: directed or following.
+// agentLabel on a pod marks an agent: directed or observed.
 const agentLabel = "lameduck.io/agent"
 
 // handle returns a handler that calls set for what was added or changed, and gone for what was
@@ -35,7 +35,7 @@ const agentLabel = "lameduck.io/agent"
 func handle[T watch.Object](set, gone func(T)) toolscache.ResourceEventHandler {
 	return watch.Handler(func(was, is T) {
 		var none T
-		if is == none || was != none && was.GetUID() != is.GetUID() { // then the deletion was not seen
+		if is == none || was != none && was.GetUID() != is.GetUID() { // the deletion was missed
 			gone(was)
 		}
 		if is != none {
@@ -63,12 +63,12 @@ func (p pods) Life(ctx context.Context, pod drain.Pod) (coordinator.Life, error)
 	}
 }
 
-// rosterRetry is how often the right of agents is asked for again.
+// rosterRetry is how often the rights of agents are checked again.
 const rosterRetry = 30 * time.Second
 
-// maxAccounts bounds the service accounts of one namespace whose right is asked for: anyone who may
-// create pods can set the agent's label, and replicas are not ready before they know who is an
-// agent.
+// maxAccounts bounds the service accounts of one namespace whose rights are checked: every user who
+// may create pods can set the agent's label, and replicas are not ready before they know which pods
+// are agents.
 const maxAccounts = 20
 
 // roster keeps the list of expected agents: pods with the agent's label that have not ended and
@@ -81,8 +81,8 @@ type roster struct {
 
 	mu     sync.Mutex
 	agents map[types.UID]*corev1.Pod
-	// version counts the changes of agents. handed is the last that was handed over, first the one
-	// when listed was first called; -1: none yet.
+	// version counts the changes of agents. handed is the last version that the coordinator
+	// received, first the version when listed was first called; -1: none yet.
 	version, handed, first int
 }
 
@@ -92,9 +92,9 @@ func newRoster(coord *coordinator.Coordinator, who *identity.Kubernetes, log *sl
 }
 
 func (r *roster) set(p *corev1.Pod) {
-	_, labelled := p.Labels[agentLabel]
+	_, labeled := p.Labels[agentLabel]
 	over := p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed
-	if !labelled || over {
+	if !labeled || over {
 		r.gone(p)
 		return
 	}
@@ -118,8 +118,9 @@ func (r *roster) gone(p *corev1.Pod) {
 	}
 }
 
-// listed reports whether all that the watch had delivered at its first call was handed over. A
-// later pod that changes every second would else keep the list from being complete.
+// listed reports whether the coordinator has received all agents that the watch had delivered when
+// listed was first called. Later changes do not count, or a pod that changes every second could
+// prevent that forever.
 func (r *roster) listed() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -132,7 +133,7 @@ func (r *roster) listed() bool {
 	return r.handed >= r.first
 }
 
-// run hands the list to the coordinator whenever it has changed.
+// run passes the list to the coordinator whenever it has changed.
 func (r *roster) run(ctx context.Context) error {
 	ticker := time.NewTicker(rosterRetry)
 	defer ticker.Stop()
@@ -150,7 +151,7 @@ func (r *roster) run(ctx context.Context) error {
 		}
 		version := r.version
 		r.mu.Unlock()
-		// Those that came first are asked about first.
+		// The oldest pods are checked first.
 		slices.SortFunc(agents, func(a, b *corev1.Pod) int {
 			return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time),
 				strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name))
@@ -170,14 +171,16 @@ func (r *roster) run(ctx context.Context) error {
 				}
 				var err error
 				if allowed, err = r.who.Allowed(ctx, username); err != nil {
-					// Expected: waiting for an agent too many ends, losing requests does not.
-					r.log.Warn("agents' right is unknown", "serviceAccount", username, "error", err)
+					// Counted as expected: waiting for one agent too many ends at the deadline,
+					// while lost requests stay lost.
+					r.log.Warn("check the rights of an agent: it counts as one", "serviceAccount", username,
+						"error", err)
 					allowed = true
 				}
 				rights[username] = allowed
 			}
 			if !allowed {
-				r.log.Debug("pod has the agent's label and not its right", "pod", p.Namespace+"/"+p.Name,
+				r.log.Debug("pod has the label of an agent but no right to acknowledge", "pod", p.Namespace+"/"+p.Name,
 					"serviceAccount", username)
 				continue
 			}
@@ -205,12 +208,13 @@ const (
 	eventTimeout = 5 * time.Second
 	// eventBacklog bounds the Events that wait to be written; more are dropped and logged.
 	eventBacklog = 1000
-	// eventQuiet is how long the same Event of the same pod is not written again, and that pods are
-	// uncovered not of other pods of the same owner: a rollout would repeat it for each of them.
+	// eventQuiet is how long the same Event on the same pod is not repeated. The Event for
+	// uncovered pods is not repeated on other pods of the same owner either: a rollout would write
+	// it for each of them.
 	eventQuiet = 10 * time.Second
 )
 
-// events writes Events on pods, one after the other, never in the way of an answer.
+// events writes Events on pods, one after the other, without delaying answers.
 type events struct {
 	kube    kubernetes.Interface
 	replica string
@@ -281,7 +285,7 @@ func (e *events) run(ctx context.Context) error {
 			writeCtx, cancel := context.WithTimeout(ctx, eventTimeout)
 			_, err := e.kube.EventsV1().Events(event.Namespace).Create(writeCtx, event, metav1.CreateOptions{})
 			cancel()
-			// In a namespace that is terminating nothing can be created.
+			// Nothing can be created in a terminating namespace.
 			if err != nil && !apierrors.HasStatusCause(err, corev1.NamespaceTerminatingCause) {
 				e.log.Warn("write Event", "pod", event.Namespace+"/"+event.Regarding.Name, "reason", event.Reason,
 					"error", err)

@@ -12,11 +12,11 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// kind is what a configuration file must say it is, beside config.APIVersion.
+// kind is the kind of a configuration file. Its version is config.APIVersion.
 const kind = "CoordinatorConfiguration"
 
-// configuration is the configuration file. A flag of like meaning wins over it. What is said of a
-// key here is said in schemas/coordinator.json too.
+// configuration is the configuration file. A flag with the same meaning wins over it. Its comments
+// are the descriptions in schemas/coordinator.json too.
 type configuration struct {
 	// APIVersion is lameduck.io/v1alpha1.
 	APIVersion string `json:"apiVersion"`
@@ -147,7 +147,7 @@ type credentials struct {
 	Overlap config.Duration `json:"overlap"`
 }
 
-// defaults returns what holds where the file and the flags say nothing.
+// defaults returns the values for everything that neither file nor flags set.
 func defaults() configuration {
 	t := drain.DefaultTimes()
 	d := func(d time.Duration) config.Duration { return config.Duration{Duration: d} }
@@ -175,7 +175,7 @@ func defaults() configuration {
 	}
 }
 
-// checkRead reports what is wrong with what was read, before it is made into options.
+// checkRead validates the file before it is converted to options.
 func (c configuration) checkRead(must func(ok bool, format string, args ...any)) {
 	must(c.APIVersion == config.APIVersion, "apiVersion %q: must be %q", c.APIVersion, config.APIVersion)
 	must(c.Kind == kind, "kind %q: must be %q", c.Kind, kind)

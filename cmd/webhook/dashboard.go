@@ -19,11 +19,11 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// dashboardConns bounds the connections of those who look: each page keeps one.
+// dashboardConns bounds the connections of operators: each open page keeps one.
 const dashboardConns = 200
 
 // dashboardTask serves operators: plain HTTP on a loopback address, else TLS and readers with the
-// right. It is Last: a replica that ends shows what it still holds.
+// right. It is Last, so that a replica that is ending still shows the calls that it holds.
 func dashboardTask(listener net.Listener, secure *tls.Config, d *dashboard.Dashboard, log *slog.Logger) serve.Task {
 	return serve.Task{Name: "dashboard", Last: true, Run: func(ctx context.Context) error {
 		if listener == nil {
@@ -55,7 +55,7 @@ func nodeOf(podOf func(drain.Pod) *corev1.Pod) func(name string, id drain.AgentI
 func podOf(known client.Reader, synced func() bool) func(drain.Pod) *corev1.Pod {
 	return func(of drain.Pod) *corev1.Pod {
 		var pod corev1.Pod
-		// A cache that has not synced would wait for it.
+		// A cache that has not synced would block.
 		if !synced() || known.Get(context.Background(), types.NamespacedName{Namespace: of.Namespace, Name: of.Name},
 			&pod) != nil || drain.UID(pod.UID) != of.UID {
 			return nil
@@ -80,7 +80,7 @@ func missingOf(mutator *admission.Mutator, synced func() bool) func() []string {
 		if !synced() || time.Since(at) < missingEvery {
 			return missing
 		}
-		if now, err := mutator.Missing(context.Background()); err == nil { // a cache that is there answers
+		if now, err := mutator.Missing(context.Background()); err == nil { // a synced cache does not fail
 			at, missing = time.Now(), now
 		}
 		return missing

@@ -1,5 +1,8 @@
-// Command webhook is Lameduck's coordinator: it answers the API server's question whether a pod may
-// be deleted now, and holds the answer until the gateways that route to the pod have let go of it.
+// Command webhook is Lameduck's coordinator. It answers the API server's question whether a pod may
+// be deleted now, and delays the answer until the gateways that route to the pod have stopped. It
+// also adds the preStop barrier to new pods, and serves agents (cmd/agent), the live page and
+// metrics. This package parses the configuration and wires packages admission, coordinator and the
+// rest.
 package main
 
 import (

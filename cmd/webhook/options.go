@@ -23,30 +23,30 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// maxLearnFrom is how many of the times that agents took a replica still knows when it forgets
-// some: it halves them when they are 20,000. With more to learn from, samples would come and go, or
-// never come.
+// maxLearnFrom bounds barrier.sampling.learnFrom. A replica halves its recorded times when it has
+// 20,000, so it always has this many after the first halving. With a higher bound it would
+// sometimes or always have too few for samples.
 const maxLearnFrom = 9000
 
 type options struct {
 	kubeconfig string
 	namespace  string
 	replica    string
-	// ordinal is that of this replica's entry in the webhook configuration. tokenFile proves to the
-	// others who it is. Empty: it asks none.
+	// ordinal is the ordinal of this replica's entry in the webhook configuration. tokenFile is the
+	// token by which other replicas identify it. Empty: it asks no replicas.
 	ordinal   int
 	tokenFile string
-	// version has the program say which it is, and end.
+	// version: print the version and exit.
 	version bool
 	configuration
-	// times are all of the protocol, excluded the namespaces whose pods never wait: with the own
-	// one.
+	// times are all times of the protocol. excluded are the namespaces whose pods never wait, with
+	// the own one.
 	times    drain.Times
 	excluded []string
 }
 
-// flags declares the command line: what differs between replicas, and what overlays set. What it
-// does not say stays as it is in o.
+// flags declares the command line: what differs between replicas, and what overlays set. A flag
+// that is not given leaves its value in o.
 func flags(o *options, getenv func(string) string) (f *flag.FlagSet, path *string, print *bool) {
 	conf := &o.configuration
 	f = flag.NewFlagSet("webhook", flag.ContinueOnError)
@@ -129,7 +129,7 @@ func parse(args []string, getenv func(string) string, out io.Writer) (options, e
 		if len(errs) > 0 {
 			return o, fmt.Errorf("%w: --config %q: %w", errUsage, *path, errors.Join(errs...))
 		}
-		// Again, so that what the command line says wins.
+		// Again, so that the command line wins.
 		if f, _, _ = flags(&o, getenv); f.Parse(args) != nil {
 			return o, fmt.Errorf("%w: %q", errUsage, args)
 		}
@@ -152,13 +152,13 @@ func parse(args []string, getenv func(string) string, out io.Writer) (options, e
 	return o, nil
 }
 
-// hook is what new pods are given, where that is enabled.
+// hook returns the options of the preStop hook for new pods.
 func (b barrier) hook() admission.HookOptions {
 	return admission.HookOptions{Bound: b.Bound.Duration, Port: b.Port, Image: b.Image, PullSecrets: b.ImagePullSecrets,
 		ExecOnly: b.ExecOnly}
 }
 
-// check reports everything that is wrong, not only the first.
+// check returns an error that names all invalid values, not only the first.
 func (o options) check() error {
 	var errs []error
 	must := func(ok bool, format string, args ...any) {

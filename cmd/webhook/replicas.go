@@ -111,7 +111,7 @@ func subject(token string) (string, error) {
 	return claims.Subject, nil
 }
 
-// set takes in a pod of the cluster, which may be a replica's.
+// set records a pod of the cluster, if it is one of a replica.
 func (r *replicas) set(p *corev1.Pod) {
 	if r == nil || p.Namespace != r.namespace || p.Name == r.Name {
 		return
@@ -135,7 +135,7 @@ func (r *replicas) gone(p *corev1.Pod) {
 	}
 }
 
-// others is what the handler asks.
+// others returns the other replicas for the handler.
 func (r *replicas) others() admission.Others {
 	if r == nil {
 		return nil
@@ -143,7 +143,7 @@ func (r *replicas) others() admission.Others {
 	return r.Peers
 }
 
-// table is what readiness asks of the other replicas.
+// table returns the table of the other replicas, for readiness.
 func (r *replicas) table() *peers.Table {
 	if r == nil {
 		return nil
@@ -151,8 +151,8 @@ func (r *replicas) table() *peers.Table {
 	return &r.Table
 }
 
-// run adopts the open drains of the other replicas as soon as these are known, and then polls them.
-// Without any it only waits.
+// run adopts the open drains of the other replicas as soon as the replicas are known, and then
+// polls them. If this replica asks no others it only waits.
 func (r *replicas) run(ctx context.Context, coord *coordinator.Coordinator, synced func() bool) error {
 	if r == nil {
 		<-ctx.Done()
@@ -162,7 +162,7 @@ func (r *replicas) run(ctx context.Context, coord *coordinator.Coordinator, sync
 	return r.Run(ctx, synced)
 }
 
-// poolOf returns what is in a file of certificates.
+// poolOf returns the certificates of a PEM file.
 func poolOf(pem []byte) (*x509.CertPool, error) {
 	pool := x509.NewCertPool()
 	if !pool.AppendCertsFromPEM(pem) {

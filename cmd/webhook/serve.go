@@ -42,23 +42,24 @@ import (
 )
 
 const (
-	// shutdownGrace is how long requests that run at the end may take.
+	// shutdownGrace is how long running requests may take after the shutdown began.
 	shutdownGrace = 5 * time.Second
 	// admissionConns bounds the connections of API servers: one for every call that is open, 64
 	// held ones by default and others for milliseconds, and 25 unused ones each.
 	admissionConns = 1000
 	// readTime bounds how long a request of operators takes to arrive. A review may take as long as
-	// the API server waits: cut earlier, its deletion would go on unasked, and in a burst this
-	// process reads late.
+	// the API server waits: if it were cut earlier, its deletion would continue without an answer,
+	// and in a burst this process reads late.
 	readTime = 5 * time.Second
 	// agentConns bounds the connections of agents: a stream each, and one more to post, so 2,000
 	// agents. agentTime bounds how long a post takes to arrive, after which the agent has given up,
 	// and how long an answer takes unless, as for streams, the handler sets the time of each write.
 	agentConns = 4096
 	agentTime  = 10 * time.Second
-	// writeMargin is added to the webhook's time, after which the API server has given up.
+	// writeMargin is added to the webhook's timeout, after which the API server does not wait any
+	// more.
 	writeMargin = 5 * time.Second
-	// opsConns and peopleWrite bound those who read metrics, probeTime what a kubelet asks.
+	// opsConns and peopleWrite bound the requests of operators, probeTime the probes of kubelets.
 	opsConns  = 100
 	opsWrite  = 30 * time.Second
 	probeTime = 5 * time.Second
@@ -161,7 +162,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	missing := missingOf(mutator, watch.synced)
 	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "lameduck_barrier_missing_pods",
-		Help: "Pods that ask for the barrier and were created without it, as while no coordinator answered.",
+		Help: "Pods that ask for the barrier and were created without it, because no coordinator answered.",
 	}, func() float64 { return float64(len(missing())) }))
 	door := proof.door
 	secure := &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: proof.certificate}
@@ -202,7 +203,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		ready.Stop()
 		coord.Stop()
 	}
-	// What answers calls ends first, and what it answers from after it.
+	// Servers of calls end first, and the tasks that they depend on after them.
 	return serve.All(ctx,
 		serve.Task{Name: "cache", Run: known.Start, Last: true},
 		serve.Task{Name: "certificates", Run: proof.run, Last: true},
@@ -236,7 +237,8 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	)
 }
 
-// lastTask serves operators until everything else has ended, so that a replica that ends says so.
+// lastTask serves operators until everything else has ended, so that the last logs and metrics can
+// be read.
 func lastTask(s serve.Server) serve.Task {
 	s.Conns = opsConns
 	task := s.Task()

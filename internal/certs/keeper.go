@@ -78,7 +78,7 @@ type Options struct {
 type Keeper struct {
 	Options
 	wake chan struct{}
-	// pace is for somebody who writes another thing again and again.
+	// pace limits the writes against a client that keeps writing something else.
 	pace *rate.Limiter
 	// serving is what is served: of the current set and, while there is one, of the next.
 	serving atomic.Pointer[[]*tls.Certificate]
@@ -157,17 +157,17 @@ func (k *Keeper) Run(ctx context.Context) error {
 			wait = 0 // another replica was first
 		case err != nil:
 			if !failing {
-				k.Log.Error("keep certificates: what is served stays as it is", "error", err)
+				k.Log.Error("renew certificates: the present certificate stays in use", "error", err)
 			}
 			wait = retryEvery
 		case failing:
-			k.Log.Info("certificates are kept again")
+			k.Log.Info("certificates are renewed again")
 		}
 		failing = err != nil && !apierrors.IsConflict(err)
 		// What the API server needs does not wait for what agents need.
 		if err := k.tellCA(ctx); err != nil && !apierrors.IsConflict(err) && ctx.Err() == nil {
 			if !untold {
-				k.Log.Error("tell agents the CA: they know the former, or none", "error", err)
+				k.Log.Error("write the CA for agents: they have the former one, or none", "error", err)
 			}
 			untold, wait = true, min(wait, retryEvery)
 		} else {
@@ -217,7 +217,7 @@ func (k *Keeper) look(ctx context.Context, now time.Time) (time.Duration, error)
 	var state State
 	if text := secret.Data[stateKey]; len(text) > 0 {
 		if err := json.Unmarshal(text, &state); err != nil {
-			k.Log.Error("what is in the Secret cannot be read: beginning anew", "secret", k.Namespace+"/"+k.Secret,
+			k.Log.Error("read the Secret: making new certificates", "secret", k.Namespace+"/"+k.Secret,
 				"error", err)
 			state = State{}
 		}
@@ -237,7 +237,7 @@ func (k *Keeper) look(ctx context.Context, now time.Time) (time.Duration, error)
 		return 0, err
 	}
 	if state.Current != nil && next.Former == nil && next.Current.Secret != state.Current.Secret {
-		k.Log.Error("what was in the Secret has expired or is damaged: calls fail until the API server knows the new",
+		k.Log.Error("certificate in the Secret has expired or is damaged: calls fail until the API server has the new",
 			"secret", k.Namespace+"/"+k.Secret)
 	}
 	if changed {
@@ -356,7 +356,7 @@ func agree[T any](ctx context.Context, kind, name string, write bool, client int
 	return false, nil
 }
 
-// tellCA writes the CA of somebody else's certificates into the ConfigMap.
+// tellCA writes the CA of certificates that the operator provides into the ConfigMap.
 func (k *Keeper) tellCA(ctx context.Context) error {
 	if k.Bundle || k.CA == nil {
 		return nil
@@ -386,7 +386,7 @@ func (k *Keeper) tellCA(ctx context.Context) error {
 		return err
 	}
 	k.told, k.other = string(text), time.Time{}
-	k.Log.Info("agents are told another CA", "configMap", k.Namespace+"/"+k.ConfigMap)
+	k.Log.Info("CA for agents changed", "configMap", k.Namespace+"/"+k.ConfigMap)
 	return nil
 }
 

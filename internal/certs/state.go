@@ -7,13 +7,13 @@
 // moment one is refused and reads again.
 //
 // A set is a CA, a serving certificate that it has signed, and a secret. The CA signs once and its
-// key is thrown away: nobody can make another certificate, and what is renewed is always the whole
-// set. It goes through three steps, and the second begins only when what the first has changed was
-// read back from the API server, [Times.Overlap] ago:
+// key is thrown away, so that no other certificate can be made, and the whole set is always renewed
+// together. It goes through three steps, and the second begins only when what the first has changed
+// was read back from the API server, [Times.Overlap] ago:
 //
-//	next     its CA is trusted and its secret is let in, by everybody; neither is used
-//	current  it is served, and its secret is in the path
-//	former   it is neither, and still trusted and let in
+//	next     all replicas and agents accept its CA and its secret; neither is used yet
+//	current  its certificate is served, and its secret is in the path
+//	former   neither is used any more, and both are still accepted
 //
 // So at each moment a caller with the old bundle and path, and one with the new, meets replicas of
 // the old state and of the new, and every pair works.
@@ -121,7 +121,7 @@ func (s State) step(now time.Time, known bool, asked string, names []string, t T
 		s.Former, changed = nil, true
 	case over(s.Next):
 		former := *s.Current
-		// Nobody serves it again.
+		// No replica serves it again.
 		former.Key, former.Known = "", time.Time{}
 		next := *s.Next
 		next.Known = time.Time{}

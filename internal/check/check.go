@@ -1,5 +1,6 @@
-// Package check judges an installation of Lameduck by what was read of it: from the API server,
-// from the coordinators, and from the certificates that they serve.
+// Package check finds faults in an installation of Lameduck, from what its caller has read of the
+// API server, the coordinators and their certificates. It reads nothing itself. kubectl lameduck
+// check prints its findings, each with a fix.
 package check
 
 import (
@@ -180,7 +181,7 @@ type adder func(l Level, object, fix, problem string, args ...any)
 func (f Facts) coordinators(add adder) {
 	if len(f.Coordinators) == 0 && f.read("pods") {
 		add(Error, "namespace "+f.System, install, "no pod has the labels %s: there is no coordinator, and deletions "+
-			"go on as without Lameduck (--lameduck-namespace, --lameduck-selector)", f.Labels)
+			"continue as without Lameduck (--lameduck-namespace, --lameduck-selector)", f.Labels)
 	}
 	versions, nodes := map[string]string{}, map[string]bool{}
 	for _, c := range f.Coordinators {
@@ -205,7 +206,7 @@ func (f Facts) coordinators(add adder) {
 	}
 	if len(f.Coordinators) > 1 && len(nodes) == 1 && len(f.Nodes) > 1 {
 		add(Warning, "coordinators", "kubectl -n "+f.System+" rollout restart deployment -l "+f.Labels,
-			"all run on node %s: if it is lost, deletions that wait go on", f.Coordinators[0].Pod.Spec.NodeName)
+			"all run on node %s: if it is lost, deletions that wait continue", f.Coordinators[0].Pod.Spec.NodeName)
 	}
 	all := slices.Sorted(maps.Keys(versions))
 	if len(all) > 1 {
@@ -235,7 +236,7 @@ func (f Facts) entries(add adder) {
 			"there is none, or it has no entry: the API server does not ask, and no deletion waits")
 	case holding == 1:
 		add(Warning, "ValidatingWebhookConfiguration "+Configuration, install,
-			"it has one entry, so there is no witness: deletions that wait go on if the coordinator is lost")
+			"it has one entry, so there is no witness: deletions that wait continue if the coordinator is lost")
 	}
 	restart := "kubectl -n " + f.System + " rollout restart deployment -l " + f.Labels
 	for _, e := range f.Entries {

@@ -1,4 +1,5 @@
-// Package cli is what Lameduck's commands have in common.
+// Package cli has what Lameduck's commands share: their exit codes, their end on signals, and
+// checks of flags.
 package cli
 
 import (
@@ -43,7 +44,7 @@ func Main(name string, run Run) {
 	os.Exit(1)
 }
 
-// HostPort checks the syntax of an address to listen at, without asking anybody for names.
+// HostPort checks the syntax of an address to listen at, without resolving names.
 func HostPort(text string) error {
 	_, port, err := net.SplitHostPort(text)
 	if err != nil {

@@ -15,8 +15,8 @@ import (
 // APIVersion is what every file must say.
 const APIVersion = "lameduck.io/v1alpha1"
 
-// reference is a ${NAME} in a file. A $ in any other place is somebody else's, in a regular
-// expression of HAProxy for example.
+// reference is a ${NAME} in a file. A $ in any other place is not a reference, but for example part
+// of a regular expression of HAProxy for example.
 var reference = regexp.MustCompile(`\$\{([A-Za-z_][A-Za-z0-9_]*)\}`)
 
 // Read decodes a file into value, which holds the defaults. Unknown keys, keys given twice and
@@ -44,7 +44,7 @@ func Print(value any) (string, error) {
 }
 
 // Duration is a time.Duration that is written as "1.5s". What cannot be read as one is kept as Err:
-// only whoever checks the file knows the key.
+// only the code that checks the file knows the key.
 type Duration struct {
 	time.Duration
 	Err error

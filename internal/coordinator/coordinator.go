@@ -406,7 +406,8 @@ func (c *Coordinator) settle() {
 		c.Metrics.agents.WithLabelValues("suspended").Set(float64(c.core.Ledger.Counts().Suspended))
 		c.unsaid = append(c.unsaid, func() {
 			if s.Over {
-				c.Log.Info("agent is waited for again", "agent", s.Name, "id", s.Agent, "acknowledged", s.Acknowledged)
+				c.Log.Info("agent is not suspended any more", "agent", s.Name, "id", s.Agent,
+					"acknowledged", s.Acknowledged)
 				return
 			}
 			c.Log.Error("agent is suspended: it did not acknowledge several drains in a row",
@@ -416,7 +417,7 @@ func (c *Coordinator) settle() {
 	for _, s := range e.Cut {
 		c.connected()
 		c.unsaid = append(c.unsaid, func() {
-			c.Log.Info("stream is ended", "agent", s.Who.Name, "id", s.Who.Agent, "why", s.Why)
+			c.Log.Info("stream of an agent ended by this replica", "agent", s.Who.Name, "id", s.Who.Agent, "why", s.Why)
 		})
 	}
 }

@@ -130,7 +130,7 @@ func (c *Coordinator) receive(who Identity, line []byte) {
 		code = strconv.Itoa(http.StatusConflict) // the stream ends
 	case err != nil:
 		code = strconv.Itoa(http.StatusBadRequest)
-		c.Log.Debug("agent tells of health what cannot be read", "agent", who.Name, "error", err)
+		c.Log.Debug("read health report of an agent", "agent", who.Name, "error", err)
 	}
 	c.Metrics.api.WithLabelValues(wire.HealthPath, code).Inc()
 }

@@ -40,7 +40,8 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 		}, []string{"phase", "reason"}),
 		agents: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "lameduck_agents", Help: "Agents by state: expected (the API says they exist), missing (expected " +
-				"and not connected here), connected, suspended (not waited for, since they let drains expire).",
+				"and not connected here), connected, suspended (they did not acknowledge several " +
+				"drains in a row, and are not waited for).",
 		}, []string{"state"}),
 		reports: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "lameduck_reports_total", Help: "Reports received from agents, by state. One may be about many " +

@@ -43,8 +43,8 @@ const kindsEvery = 5 * time.Second
 // legacyClass is the annotation that was the class of an Ingress before spec.ingressClassName.
 const legacyClass = "kubernetes.io/ingress.class"
 
-// kind is a kind that is watched. It is never taken out: where its definition is removed, the API
-// server deletes its objects first, and the watch goes on once it is installed again.
+// kind is a watched kind. It stays when its definition is removed: the API server deletes its
+// objects first, and the watch continues once the definition is installed again.
 type kind struct {
 	schema.GroupVersionKind
 	has func() bool

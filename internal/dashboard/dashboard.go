@@ -1,24 +1,24 @@
-// Package dashboard shows operators what one coordinator knows: a read API as JSON, and a live page
-// that is made of it.
+// Package dashboard serves operators the state of one coordinator: a read API as JSON (package
+// api), and a live page that uses it.
 //
-// It only reads. Nothing that comes in has a body, and no answer depends on who asks, but for
-// whether he may. What is shown is the whole cluster's: pods and gateways of all namespaces.
+// It only reads. Requests have no body, and the answer is the same for every caller that may read:
+// it covers pods and gateways of all namespaces.
 //
 // # Who may look
 //
-// There are two ways, and the listener's address decides between them. On a loopback address
-// everybody may look who gets there, by plain HTTP: that is whoever may forward a port to the
-// coordinator's pod, so that RBAC on pods/portforward has decided already. A page of another origin
-// in the same browser does get there too, by a name of its own that resolves to 127.0.0.1; so the
-// Host of a request must be a loopback address or localhost. On any other address it is TLS, and
-// each request for data carries a bearer token for the audience lameduck.io, whose user may "get"
-// the virtual resource drains.lameduck.io ([Reviewer]). The page itself, which tells nothing, is
-// open: it asks for the token, and keeps it in its memory alone.
+// The listener's address decides how callers are checked. On a loopback address, plain HTTP is open
+// to every caller that reaches it: those are the users who may forward a port to the coordinator's
+// pod, so RBAC on pods/portforward has decided already. A page of another origin in the same
+// browser can reach it too, by a name that resolves to 127.0.0.1. Therefore the Host of a request
+// must be a loopback address or localhost. On any other address the server uses TLS, and each
+// request for data carries a bearer token for the audience lameduck.io, whose user may "get" the
+// virtual resource drains.lameduck.io ([Reviewer]). The page itself contains no data and is open:
+// it asks for the token, and keeps it only in memory.
 //
 // # What it costs
 //
-// A view is made under the coordinator's lock. Those who look share one, which is made at most four
-// times a second and never for more than a twentieth of the time. Without readers none is made.
+// A view is made under the coordinator's lock. All readers share one, which is made at most four
+// times a second and for at most a twentieth of the time. Without readers none is made.
 package dashboard
 
 import (
@@ -124,7 +124,7 @@ type access string
 const (
 	// anyone may: the row tells nothing of the cluster.
 	anyone access = "anyone"
-	// readers may: on loopback whoever gets there, elsewhere those whom the Reviewer lets.
+	// readers may read: on loopback all callers, elsewhere those that the Reviewer admits.
 	readers access = "readers"
 )
 
@@ -158,7 +158,7 @@ func (r refusal) Error() string { return r.text }
 
 var errWritten = errors.New("written")
 
-// headers are on every answer. The page needs nothing but what comes from here, and nobody may
+// headers are on every answer. The page loads everything from this server, and no other page may
 // frame it.
 var headers = map[string]string{
 	"Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; " +
@@ -274,7 +274,7 @@ func (d *Dashboard) answer(w http.ResponseWriter, result any, err error) {
 	}
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(code)
-	// The status is out; somebody who has gone away needs no more.
+	// The status is written; a failure means that the client has disconnected.
 	_ = json.NewEncoder(w).Encode(result)
 }
 

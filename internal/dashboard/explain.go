@@ -50,8 +50,8 @@ func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error)
 	}
 	parties, gateways := d.Coordinator.Acknowledgers(services)
 	if len(services) == 0 {
-		// Nobody is known to send to it; but who observes everything is asked at the barrier, if it
-		// has one.
+		// No Service lists the pod. But agents that observe every Service are asked at the barrier,
+		// if the pod has one.
 		barrier := e.Pod.Annotations[admission.BarrierIDAnnotation] != ""
 		parties = slices.DeleteFunc(parties, func(p drain.Acknowledger) bool {
 			return !barrier || p.Hold || !p.Barrier

@@ -1,5 +1,6 @@
-// Package entry asks one entry of the webhook configuration, through the API server, whether a
-// coordinator answers for it.
+// Package entry sends a test deletion through the API server, a dry run, to find out whether a
+// coordinator answers for one entry of the webhook configuration. cmd/webhook and kubectl lameduck
+// check use it.
 package entry
 
 import (
@@ -30,7 +31,7 @@ const (
 )
 
 // ErrNotAsked is all that can be seen from here.
-var ErrNotAsked = errors.New("the API server does not ask, or its call fails and it goes on. Look whether the " +
+var ErrNotAsked = errors.New("the API server does not ask, or its call fails and is ignored. Look whether the " +
 	"namespace is excluded, at " +
 	"kubectl get validatingwebhookconfiguration lameduck -o yaml (caBundle and service.path are written by " +
 	"coordinators), at the coordinators' pods and logs, and at the API server's log")

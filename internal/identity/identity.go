@@ -6,9 +6,9 @@
 // verb "acknowledge" on the virtual resource "drains" in the API group "lameduck.io", either
 // everywhere (ClusterRoleBinding) or in the namespaces whose Services its gateway routes and in its
 // own (RoleBinding). The right everywhere decides also which pods with the agent's label are
-// expected to answer before they were ever heard ([Kubernetes.Allowed]), so that nobody can delay
-// deletions by putting a label on a pod. An operator needs the verb "get" there, everywhere. An
-// agent that asks at the barrier also needs the verb "create" on the virtual resource "barriers",
+// expected to answer before they have connected ([Kubernetes.Allowed]), so that deletions cannot be
+// delayed by putting a label on a pod. An operator needs the verb "get" there, everywhere. An agent
+// that asks at the barrier also needs the verb "create" on the virtual resource "barriers",
 // everywhere.
 //
 // Answers are remembered: a valid token for a minute and never beyond its own end (also one whose
@@ -156,7 +156,7 @@ func (k *Kubernetes) ExpectReplica(id drain.AgentID, expected bool) {
 // lane is where questions wait, one limiter after the other.
 type lane []*rate.Limiter
 
-// laneOf returns the lane of a token that nobody has verified.
+// laneOf returns the lane of a token that is not verified yet.
 func (k *Kubernetes) laneOf(token string) lane {
 	claims, _ := claimsOf(token)
 	k.mu.Lock()

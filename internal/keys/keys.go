@@ -1,5 +1,5 @@
-// Package keys names the labels and annotations of pods and namespaces that several programs read
-// or write, and the path of the preStop hook.
+// Package keys has the names of labels, annotations and paths that several programs share: those of
+// pods and namespaces, and the path of the preStop hook.
 package keys
 
 import "slices"

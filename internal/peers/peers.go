@@ -1,9 +1,11 @@
-// Package peers asks the other replicas of the coordinator.
+// Package peers connects the replicas of the coordinator: it polls them, and asks the opener about
+// deletions. It decides no deletion itself; package admission calls it, and package coordinator
+// answers.
 //
 // Each replica is an entry of the webhook configuration, so the API server asks all of them about
 // every deletion, and one denial denies. What takes capacity (a place in a PodDisruptionBudget,
 // half of a Service) must be decided in one order, or two evictions lock each other out: one
-// replica lets the first go and refuses the second, the other one the reverse. So one replica
+// replica allows the first and refuses the second, the other one the reverse. So one replica
 // decides that: the opener, the ready one with the lowest ordinal. The others are witnesses: a
 // witness asks the opener before it opens a drain of its own, and then waits for the gateways by
 // itself. Which pod is the last target follows from EndpointSlices and from this order, and each
@@ -35,7 +37,7 @@ import (
 const (
 	// ClaimTime is how long a claim may take. A hold is longer by more than that.
 	ClaimTime = time.Second
-	// PollTime is how long a replica may take to say how it is.
+	// PollTime is how long a replica may take to answer a poll.
 	PollTime = time.Second
 	// pollEvery is how often each replica is polled, AdoptEvery how often as long as a replica that
 	// starts adopts what the others have open.
@@ -45,7 +47,7 @@ const (
 	maxAnswer = 16 << 20
 )
 
-// Peer is another replica, as its pod says.
+// Peer is another replica, by its pod.
 type Peer struct {
 	Ordinal int
 	// Name is that of its pod.
@@ -56,8 +58,8 @@ type Peer struct {
 	Ready bool
 }
 
-// Table is what one replica knows of the others, and what follows from that. It asks no replica by
-// itself. Safe for concurrent use.
+// Table is what one replica knows of the others, and what follows from that. It sends no requests.
+// Safe for concurrent use.
 type Table struct {
 	// Ordinal and Name are those of this replica. Started is when its life began.
 	Ordinal int
@@ -69,15 +71,15 @@ type Table struct {
 
 	mu    sync.Mutex
 	peers map[string]*peer
-	// adopted says that this replica knows the open drains of the others.
+	// adopted: this replica knows the open drains of the others.
 	adopted bool
 }
 
-// peer is what is known of one.
+// peer is what is known of one replica.
 type peer struct {
 	Peer
-	// silent says that the last question got no answer, polled that it has answered a poll and each
-	// question since. state is its last answer to a poll.
+	// silent: the last request got no answer. polled: it has answered a poll and each request
+	// since. state is its last answer to a poll.
 	silent, polled bool
 	state          wire.Replica
 }
@@ -85,16 +87,16 @@ type peer struct {
 // Peers are the other replicas. Make it with New. Safe for concurrent use.
 type Peers struct {
 	Table
-	// Client reaches the others, Token returns what proves who this one is.
+	// Client connects to the others, Token returns the token that identifies this replica.
 	Client *http.Client
 	Token  func() (string, error)
 	Log    *slog.Logger
-	// Polled is given, after each poll, what each replica that answers told last, and whether its
-	// drains are to be adopted.
+	// Polled is called after each poll with the last state of each replica that answers, and
+	// whether to adopt its drains.
 	Polled func(told []wire.Replica, adopt bool)
 }
 
-// New returns Peers without any.
+// New returns Peers without any replicas.
 func New(ordinal int, name string, client *http.Client, token func() (string, error), log *slog.Logger) *Peers {
 	return &Peers{Table: Table{Ordinal: ordinal, Name: name, Started: time.Now()}, Client: client, Token: token,
 		Log: log}
@@ -114,15 +116,15 @@ func (t *Table) Set(of Peer) {
 	t.peers[of.Name] = &peer{Peer: of}
 }
 
-// Remove forgets a replica whose pod is gone.
+// Remove forgets a replica whose pod is deleted.
 func (t *Table) Remove(name string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	delete(t.peers, name)
 }
 
-// Run polls the others until ctx is done, as soon as synced says that this replica knows the
-// cluster.
+// Run polls the others until ctx is done, from the moment when synced reports that this replica
+// knows the cluster.
 func (p *Peers) Run(ctx context.Context, synced func() bool) error {
 	timer := time.NewTimer(AdoptEvery)
 	defer timer.Stop()
@@ -140,7 +142,7 @@ func (p *Peers) Run(ctx context.Context, synced func() bool) error {
 	}
 }
 
-// poll asks each replica how it is. It returns when to do so again.
+// poll polls each replica once. It returns when to do so again.
 func (p *Peers) poll(ctx context.Context) time.Duration {
 	var asking sync.WaitGroup
 	for _, of := range p.All() {
@@ -154,10 +156,11 @@ func (p *Peers) poll(ctx context.Context) time.Duration {
 	return p.Heed(time.Now(), p.Polled)
 }
 
-// Heed is due when each replica has answered a poll or was given up. It gives polled, if that is
-// not nil, what those told last that answer, and whether their open drains are to be adopted, and
-// returns when to poll again. A replica that starts adopts until all that are ready have told, and
-// then what is opened elsewhere until the API server asks it.
+// Heed processes the result of a poll: call it when each replica has answered or was given up. It
+// calls polled, if that is not nil, with the last states of the replicas that answer and whether to
+// adopt their open drains, and returns when to poll again. A replica that starts adopts until all
+// ready replicas have answered, and afterwards the drains that are opened elsewhere until the API
+// server asks it.
 func (t *Table) Heed(now time.Time, polled func(told []wire.Replica, adopt bool)) (again time.Duration) {
 	up, able := now.Sub(t.Started), t.Able == nil || t.Able() == nil
 	silent := len(t.list(func(of *peer) bool { return of.Ready && (of.silent || !of.polled) }))
@@ -174,7 +177,7 @@ func (t *Table) Heed(now time.Time, polled func(told []wire.Replica, adopt bool)
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.adopted = t.adopted || silent == 0 || up >= Settle // not before they are known
+	t.adopted = t.adopted || silent == 0 || up >= Settle // not before the others are known
 	return AdoptEvery
 }
 
@@ -192,7 +195,7 @@ func (t *Table) Known() error {
 // and answers.
 func (t *Table) Opener() bool { return len(t.Before()) == 0 }
 
-// Claim asks the opener about a deletion, and takes [ClaimTime] at most. ok is false if this
+// Claim asks the opener about a deletion, for at most [ClaimTime]. ok is false if this
 // replica is the opener, or must act as one: none that is before it answers.
 func (p *Peers) Claim(ctx context.Context, claim wire.Claim) (claimed wire.Claimed, ok bool) {
 	return p.first(ctx, p.Before(), claim, Judged)

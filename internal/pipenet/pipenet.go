@@ -1,5 +1,5 @@
-// Package pipenet is a network of pipes for tests, which can run in a bubble of testing/synctest:
-// fake time does not pass while a goroutine waits for a real connection.
+// Package pipenet is a network of pipes for tests inside a bubble of testing/synctest, where fake
+// time does not pass while a goroutine waits for a real connection.
 package pipenet
 
 import (

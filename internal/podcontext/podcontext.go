@@ -1,5 +1,6 @@
-// Package podcontext says what surrounds a pod at the barrier: its Services, whether kernels may go
-// on sending to it, how long they have known it, and which waits are stated.
+// Package podcontext finds, from caches, what the barrier has to know of a pod: its Services,
+// whether kernels may keep sending to it, how long they have known it, and which waits are stated.
+// It decides nothing; package coordinator asks it four times a second for each waiting pod.
 package podcontext
 
 import (
@@ -25,14 +26,14 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// idleBound is an annotation of a pod or a Service: how long its connections, kept ones too, are
-// waited for.
+// idleBound is an annotation of a pod or a Service: how long to wait for its connections, including
+// idle keep-alive ones.
 const idleBound = "lameduck.io/idle-bound"
 
-// heardBy is how long after a pod became ready all kernels have heard of it, the time that gateways
-// have to hear that it no longer is (the same news, the same way). One that has not heard does not
-// send to the pod yet, and will, perhaps after its agent has said that nothing is sent. An agent
-// that has seen it sent to since needs no such time.
+// heardBy is how long after a pod became ready all kernels know of it. It is the same as the time
+// in which gateways learn that a pod is not ready any more. A kernel that does not know of the pod
+// yet does not send to it but will, perhaps after its agent has reported Removed. An agent whose
+// kernel was seen to send to the pod does not need this time.
 const heardBy = endpoints.Linger
 
 func grace(p *corev1.Pod) time.Duration {
@@ -54,7 +55,7 @@ type Source struct {
 	// Known reports whether everything but Services can be read, Synced whether Services can.
 	// Nothing waits for Synced.
 	Known, Synced func() bool
-	// Going reports whether a pod is terminating, whatever EndpointSlices say.
+	// Going reports whether a pod is terminating, even if EndpointSlices do not show it yet.
 	Going    func(drain.UID) bool
 	Coverage *coverage.Source
 	Log      *slog.Logger
@@ -74,7 +75,7 @@ func (v *Source) PodContext(ctx context.Context, agent string, pod drain.Pod) (s
 	var is corev1.Pod
 	switch err := v.Reader.Get(ctx, types.NamespacedName{Namespace: pod.Namespace, Name: pod.Name}, &is); {
 	case apierrors.IsNotFound(err), err == nil && drain.UID(is.UID) != pod.UID:
-		s.Young = heardBy // this cache has not heard of it either
+		s.Young = heardBy // this cache does not know of it either
 		return s, nil
 	case err != nil:
 		return s, fmt.Errorf("read pod %s from the cache: %w", pod, err)
@@ -98,7 +99,7 @@ func (v *Source) PodContext(ctx context.Context, agent string, pod drain.Pod) (s
 	at, ready := ReadySince(&is)
 	switch {
 	case ready:
-		deleted := v.Now() // or a moment ago: who asks has heard of it earlier
+		deleted := v.Now() // or just before: the agent that asks learned of it earlier
 		if s.Terminating {
 			deleted = is.DeletionTimestamp.Add(-grace(&is))
 		}
@@ -144,11 +145,11 @@ func (v *Source) Uncovered(ctx context.Context, services []drain.Service) []stri
 	return names
 }
 
-// standing is how a pod stands in a Service for which kernels have rules: one with a cluster IP.
+// standing is the role of a pod in a Service for which kernels have rules: one with a cluster IP.
 type standing struct {
 	of   corev1.Service
 	name types.NamespacedName
-	// last says that no other endpoint is ready.
+	// last: no other endpoint is ready.
 	last bool
 }
 
@@ -163,7 +164,7 @@ func (v *Source) service(ctx context.Context, name types.NamespacedName) (of cor
 	return of, nil
 }
 
-// last finds in which Services kernels may go on sending to the pod.
+// last finds the Services in which kernels may keep sending to the pod.
 func (v *Source) last(ctx context.Context, all []standing, pod *corev1.Pod, s *coordinator.PodContext) error {
 	last, publish, local, rest := false, false, false, false
 	for _, in := range all {
@@ -182,8 +183,8 @@ func (v *Source) last(ctx context.Context, all []standing, pod *corev1.Pod, s *c
 		s.Last = last || publish
 		return nil
 	case publish:
-		// Kernels send to the pod to its end. The other Services do not show, but by then they have
-		// heard.
+		// Kernels send to the pod until its end. Reports then show nothing about its other
+		// Services, but after heardBy all kernels know of the deletion there.
 		s.Last, s.Stated = true, max(s.Stated, heardBy)
 		return nil
 	case !last && !local:
@@ -199,8 +200,8 @@ func (v *Source) last(ctx context.Context, all []standing, pod *corev1.Pod, s *c
 		if err != nil {
 			return err
 		}
-		// What the node's kernel keeps for its own traffic does not tell what else it sends to all
-		// nodes.
+		// That the node's kernel keeps the pod for its own traffic does not show what it sends for
+		// other traffic, to all nodes.
 		always := inside(&in.of) && (outside(&in.of) || in.of.Spec.Type == corev1.ServiceTypeClusterIP ||
 			in.of.Spec.Type == "")
 		one, here = one && known, here && (known || always && !beside)

@@ -135,7 +135,7 @@ type limitedConn struct {
 	net.Conn
 	crowd  *connLimiter
 	source netip.Addr
-	// in: the limiter counts it. at is where it waits; nil: somebody vouches for it.
+	// in: the limiter counts it. at is where it waits; nil: its handler keeps it.
 	in bool
 	at *list.Element
 }
@@ -158,7 +158,7 @@ func (c *limitedConn) turn(kept bool) {
 	}
 }
 
-// connKey is where a request's context has its crowdConn.
+// connKey is the key of the connection in a request's context.
 type connKey struct{}
 
 func connContext(ctx context.Context, conn net.Conn) context.Context {
@@ -168,8 +168,8 @@ func connContext(ctx context.Context, conn net.Conn) context.Context {
 	return context.WithValue(ctx, connKey{}, conn)
 }
 
-// KeepConn vouches for whom it serves: while next handles a request, its connection is closed for
-// no other. Put it behind what proves who asks.
+// KeepConn protects connections: while next handles a request, its connection is not closed to make
+// room for another. Use it behind the handler that authenticates the caller.
 func KeepConn(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if conn, ok := r.Context().Value(connKey{}).(*limitedConn); ok {

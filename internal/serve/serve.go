@@ -1,4 +1,5 @@
-// Package serve runs the long-lived parts of a process side by side.
+// Package serve runs the long-lived parts of a process side by side and stops them in order. It
+// also has the HTTP server with limits of the coordinator and the agent.
 package serve
 
 import (
@@ -12,14 +13,14 @@ import (
 type Task struct {
 	Name string
 	Run  func(ctx context.Context) error
-	// Last says that others need it to the end: its context is done only when all tasks that are
+	// Last: other tasks need it until they end. Its context is done only when all tasks that are
 	// not Last have returned.
 	Last bool
 }
 
 // All runs the tasks until ctx is done or one of them returns, then stops the others and waits for
-// them: first those that are not Last. It returns the error of the task that ended it, naming it;
-// what tasks return after ctx is done is not looked at.
+// them: first those that are not Last. It returns the error of the task that ended it, with its
+// name, and ignores errors that tasks return after ctx is done.
 func All(ctx context.Context, tasks ...Task) error {
 	last, cancelLast := context.WithCancel(context.WithoutCancel(ctx))
 	defer cancelLast()
@@ -47,7 +48,7 @@ func All(ctx context.Context, tasks ...Task) error {
 			})
 		})
 	}
-	// With no task that could say so, ctx alone ends it.
+	// Also without tasks, ctx ends it.
 	<-ctx.Done()
 	wg.Wait()
 	cancelLast()

@@ -51,17 +51,17 @@ type Server struct {
 	// Stop is called when the task is to end, so that requests which wait can be answered. May be
 	// nil.
 	Stop func()
-	// Delay is how long after that it still takes connections and requests, because those who ask
-	// do not know yet that it is to end. Each answer asks to close its connection.
+	// Delay is how long after that it still accepts connections and requests, because clients do
+	// not know yet that it is ending. Each answer closes its connection.
 	Delay time.Duration
 	// Keep reports whether connections may stay open between requests. While it is false, unused
-	// ones are closed: those who ask are to find another server. It is called every [keepEvery].
+	// ones are closed, so that clients connect to another server. It is called every [keepEvery].
 	// Nil: always.
 	Keep func() bool
 	// Grace is how long requests that run may take then, before they are cut.
 	Grace time.Duration
-	// Log is told of connections that are too many and, at debug, what net/http has to say. Nil:
-	// nobody is.
+	// Log gets a line about too many connections and, at debug, the messages of net/http. May be
+	// nil.
 	Log *slog.Logger
 }
 
@@ -156,7 +156,7 @@ func (s Server) handler(ending *atomic.Bool, panicked chan<- error, log *slog.Lo
 				return
 			}
 			if v != http.ErrAbortHandler { //nolint:errorlint // what net/http compares, too
-				log.Error("a handler panicked: this process ends", "server", s.Name, "panic", fmt.Sprint(v),
+				log.Error("handler panicked: this process ends", "server", s.Name, "panic", fmt.Sprint(v),
 					"stack", string(debug.Stack()))
 				select {
 				case panicked <- fmt.Errorf("a handler panicked: %v", v):

@@ -1,4 +1,6 @@
-// Package signal carries the fact that something has changed from many goroutines to one.
+// Package signal has a wake-up call: many goroutines report that something has changed, one waits
+// for it and then reads everything again. It carries no data, and has nothing to do with signals of
+// the operating system.
 package signal
 
 import "context"

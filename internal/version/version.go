@@ -1,4 +1,5 @@
-// Package version says what a program was built from.
+// Package version returns the version of a program: the release and the commit that it was built
+// from.
 package version
 
 import (

@@ -1,5 +1,5 @@
-// Package watch follows objects of one type in the API server. It is the one place that sets up
-// informers.
+// Package watch follows objects of one type in the API server. It is the only package that sets up
+// informers for agents, and keeps no more of an object than its caller asks for.
 package watch
 
 import (

@@ -216,7 +216,7 @@ var Table = []Row{
 	{Excluded, func(f Facts) bool { return f.Excluded }, allow,
 		"its namespace is excluded", nil},
 	{ModeOff, func(f Facts) bool { return f.Mode == keys.Off }, allow,
-		"it, or its namespace, is labelled lameduck.io/mode: off", nil},
+		"it, or its namespace, is labeled lameduck.io/mode: off", nil},
 	// The static pod keeps running, and the kubelet creates its mirror pod again. So this row comes
 	// before all that exclude the pod from gateways.
 	{MirrorPod, func(f Facts) bool { return f.Mirror }, allow, "it is the mirror of a static pod, which lives on", nil},

@@ -172,7 +172,7 @@ func (c fullService) String() string {
 // list names gateways and the state that each has reported.
 func list(waiting []drain.Waiting) string {
 	if len(waiting) == 0 {
-		return "nobody"
+		return "no gateway"
 	}
 	var text strings.Builder
 	for i, w := range waiting {

@@ -358,7 +358,7 @@ func TestWhatMustNotUnroute(t *testing.T) {
 
 func TestListNamesThreeAtMost(t *testing.T) {
 	var waiting []drain.Waiting
-	if got := list(waiting); got != "nobody" {
+	if got := list(waiting); got != "no gateway" {
 		t.Errorf("%q", got)
 	}
 	for _, name := range []string{"a", "b", "c", "d", "e"} {

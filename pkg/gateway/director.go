@@ -77,7 +77,7 @@ func (d *Director) Wake() { d.wake.Raise() }
 func (d *Director) Programmed() bool { return d.steps.programmed.Load() }
 
 // Run adopts what an earlier agent left in the gateway, and directs it until ctx is done. It
-// returns nil then: the gateway stays as it is, because it goes on serving without its agent.
+// returns nil then: the gateway stays as it is, because it continues to serve without its agent.
 func (d *Director) Run(ctx context.Context) error {
 	for ctx.Err() == nil {
 		done := d.step(ctx)

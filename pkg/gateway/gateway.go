@@ -1,16 +1,15 @@
-// Package gateway is what the agent asks of a data plane, and the loop that asks it. A data plane
-// that stops routing to a pod by itself is an [Observed].
+// Package gateway has the interfaces between an agent and a data plane, and the loop that drives a
+// directed one. A data plane that stops routing to a pod by itself is an [Observed].
 //
-// A [Directed] is told by [health.Op]s what to route and what not, and is then *read*: an Op that
-// returned without an error proves nothing, only an [health.Observation] does. That is so because
-// data planes are reloaded behind our back, run several processes at once (an old one finishes its
-// requests with the configuration it had), and accept commands they do not carry out. The
-// [Director] therefore never believes its own commands. It applies the difference between what the
-// set wants and what was last seen, reads, and hands the reading to the set, which decides what is
-// acknowledged.
+// A [Directed] gateway receives [health.Op]s, what to route and what not, and is then *read*: an Op
+// that returned without an error proves nothing, only an [health.Observation] does. Data planes are
+// reloaded by others, run several processes at once (an old one finishes its requests with its old
+// configuration), and accept commands that they do not carry out. The [Director] therefore never
+// trusts its own commands. It applies the difference between what the set wants and what was last
+// read, reads again, and passes the reading to the set, which decides what to acknowledge.
 //
-// Each data plane has a package of its own below this one, and passes
-// [github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest], on the real proxy.
+// Each data plane has a package below this one, which passes the tests of
+// [github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest] on the real proxy.
 package gateway
 
 import (

@@ -1,5 +1,5 @@
-// Package target names what health, gateways and the ledger have in common: which pod, and how far
-// a gateway has come with it.
+// Package target has the types that health, the gateways and the ledger share: a pod's UID, and the
+// states of a pod in a gateway, from Unknown to Idle.
 package target
 
 import (

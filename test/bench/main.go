@@ -1,8 +1,7 @@
-// Command bench measures what Lameduck promises of its speed. Each figure is a ratio to a floor or
-// a peer that is measured in the same run, in turns with it, because a machine's speed drifts. It
-// prints one line for each goal and writes them as JSON: a list of {"name", "ratio", "goal",
-// "pass"}. A goal that is missed is said to be missed; the command fails only if something could
-// not be measured.
+// Command bench measures the speeds that the documents state. Each figure is a ratio to a floor or
+// a peer that is measured alternately in the same run, because a machine's speed drifts. It prints
+// one line for each goal and writes them as JSON: a list of {"name", "ratio", "goal", "pass"}. A
+// missed goal is reported as missed; the command fails only if something could not be measured.
 package main
 
 import (

@@ -1,4 +1,5 @@
-// Package docs compares what the documents say with what there is.
+// Package docs compares the documents with the code and the repository: links, names, labels,
+// reasons, words and line widths.
 package docs
 
 import (

@@ -1,6 +1,7 @@
 // Command sim runs coordinators, agents, gateways, an API server and clients in one process on
-// virtual time, injects faults by seed, and checks after every step that nothing went wrong that
-// has no name. See README.md beside it.
+// virtual time, injects faults by seed, and checks after every step that no rule is broken except
+// by a fault that explains it. It uses the shipped code of the ledger, the coordinator's core, the
+// agent's session and hooks. README.md beside it lists the rules.
 package main
 
 import (

@@ -38,8 +38,8 @@ const (
 
 var titles = map[string]string{
 	"webhook": "Lameduck's coordinator: holds deletions of pods until the gateways that route " +
-		"to them have let go",
-	"agent":         "Lameduck's agent, beside a gateway: takes pods out and says when the gateway has let go of them",
+		"to them have stopped",
+	"agent":         "Lameduck's agent, beside a gateway: acknowledges when the gateway has stopped routing to a pod",
 	"lameduck-wait": "Lameduck's hook for pods that may not be given one by HTTP",
 }
 

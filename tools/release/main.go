@@ -1,14 +1,14 @@
-// Command release makes what users install of a commit, without Docker: images for several
-// platforms, the manifests and the chart that name them by digest, archives of kubectl lameduck,
-// and for each program a list of what is in it.
+// Command release makes the files that users install from a commit, without Docker: images for
+// several platforms, the manifests and the chart that name them by digest, archives of kubectl
+// lameduck, and a list of contents for each program.
 //
 //	release images     images, as an OCI layout, and as an archive each
 //	release push       of such a layout, to a registry
 //	release manifests  manifests and chart, naming the images of a layout by digest
 //	release all        images, manifests, kubectl lameduck and checksums
 //
-// What it makes is the same, bit by bit, wherever and whenever it is made of the same commit with
-// the same version of Go: no time but the commit's, no path, no name of a computer is in it.
+// The files are reproducible bit by bit from the same commit and version of Go: they contain no
+// time but the commit's, no path, and no name of a computer.
 package main
 
 import (

@@ -1,4 +1,5 @@
-// Package agenttest has what the tests of an agent's parts share. Only tests import it.
+// Package agenttest has the fixtures that the tests of the packages below internal/agent share.
+// Only tests import it.
 package agenttest
 
 import (
@@ -12,7 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Hooked is a pod as the webhook leaves it.
+// Hooked returns a pod with the barrier, as the webhook adds it.
 func Hooked(name string) *corev1.Pod {
 	return &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{
@@ -24,7 +25,7 @@ func Hooked(name string) *corev1.Pod {
 	}
 }
 
-// Deleted is the pod once it has been deleted with a grace.
+// Deleted returns the pod after a deletion with a grace period.
 func Deleted(p *corev1.Pod, grace time.Duration) *corev1.Pod {
 	p = p.DeepCopy()
 	seconds := int64(grace.Seconds())
@@ -54,7 +55,7 @@ func Slice(name, namespace, service string, list ...string) *discovery.EndpointS
 	return s
 }
 
-// Until fails the test unless is becomes true within 10 s.
+// Until fails the test unless is returns true within 10 s.
 func Until(t *testing.T, what string, is func() bool) {
 	t.Helper()
 	for end := time.Now().Add(10 * time.Second); !is(); time.Sleep(10 * time.Millisecond) {

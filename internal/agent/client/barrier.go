@@ -18,10 +18,10 @@ import (
 // ErrNoCoordinator is what [Client.Barrier] returns when there is none that can be asked now.
 var ErrNoCoordinator = errors.New("no coordinator can be asked")
 
-// Barrier asks one coordinator when a pod may be told to stop, and waits for the answer until ctx
-// is done. One that stops, is lost or knows this agent by another stream is left for the next; each
-// is asked once. The caller sets everything in b but Session. The error wraps ErrNoCoordinator if
-// all have failed, or there is none with an open stream.
+// Barrier asks a coordinator when a pod may be told to stop, and waits for the answer until ctx is
+// done. If that coordinator stops, is lost, or has this agent on another stream, Barrier asks the
+// next; each is asked once. The caller sets everything in b but Session. The error wraps
+// ErrNoCoordinator if all have failed, or if none has an open stream.
 func (c *Client) Barrier(ctx context.Context, b wire.BarrierRequest) (wire.BarrierStatus, error) {
 	c.mu.Lock()
 	replicas := make([]*replica, 0, len(c.replicas))
@@ -29,7 +29,7 @@ func (c *Client) Barrier(ctx context.Context, b wire.BarrierRequest) (wire.Barri
 		replicas = append(replicas, r)
 	}
 	c.mu.Unlock()
-	// Who asks again about a pod, asks the same one first; pods are spread over all.
+	// A repeat asks the same coordinator first; pods are spread over all of them.
 	slices.SortFunc(replicas, func(x, y *replica) int {
 		return cmp.Or(cmp.Compare(rank(x.address, b.Pod.UID), rank(y.address, b.Pod.UID)),
 			cmp.Compare(x.address, y.address))
@@ -37,7 +37,7 @@ func (c *Client) Barrier(ctx context.Context, b wire.BarrierRequest) (wire.Barri
 	errs := []error{ErrNoCoordinator}
 	began, elapsed := time.Now(), b.ElapsedMillis
 	for _, r := range replicas {
-		// Who is asked after another has failed hears how long that took: the clock is one.
+		// The time that failed coordinators took counts: the barrier has one clock.
 		b.ElapsedMillis = elapsed + time.Since(began).Milliseconds()
 		passed, err := r.barrier(ctx, b)
 		if err == nil || ctx.Err() != nil {
@@ -63,7 +63,7 @@ func (r *replica) barrier(ctx context.Context, b wire.BarrierRequest) (passed wi
 	if session == nil || !slices.Contains(session.Hello.Features, wire.FeatureBarrier) {
 		return passed, errNotOpen
 	}
-	// A coordinator that dies without a word is noticed by its stream.
+	// If a coordinator dies without an answer, its stream ends.
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(open, cancel)()
@@ -74,7 +74,7 @@ func (r *replica) barrier(ctx context.Context, b wire.BarrierRequest) (passed wi
 	return passed, nil
 }
 
-// exchangeJSON is send without a bound of its own: the answer comes when it comes.
+// exchangeJSON is send without a time limit of its own.
 func (r *replica) exchangeJSON(ctx context.Context, path string, body, result any) error {
 	request, err := r.encode(ctx, http.MethodPost, path, body)
 	if err != nil {

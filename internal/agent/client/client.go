@@ -1,15 +1,16 @@
-// Package client is an agent's side of the wire: one stream to each coordinator replica, kept open,
-// and the posts that go with it.
+// Package client is the agent's side of the protocol in package wire: one stream to each
+// coordinator replica, kept open, and the posts that go with it. Package coordinator is the other
+// side.
 //
-// What is decided on one stream is a [Session]. Each replica has a goroutine of its own that knows
-// one address. It opens the stream, declares what the gateway routes, excludes what is being
-// drained, and from then on carries words both ways until the stream is lost; then it starts over,
-// after a pause that grows to [maxPause], below the time after which the coordinator calls an agent
-// lost.
+// The state of one stream is a [Session], which makes the decisions and does no I/O. Each replica
+// has a goroutine of its own that knows one address. It opens the stream, declares what the gateway
+// routes, excludes what is being drained, and then passes messages in both directions until the
+// stream is lost. Then it starts again, after a pause that grows to [maxPause], which is below the
+// time after which the coordinator counts an agent as lost.
 //
-// An exclusion has an expiry for each replica's life that asks for it. Every message of a stream
-// renews that life's expiries. A list of open drains that is complete ([wire.TypeSynced]) ends the
-// expiries of *that* life that are not in it, and of no other.
+// An exclusion has an expiry for each holder, which is one epoch of a replica. Every message of a
+// stream renews all expiries of its holder. A complete list of open drains ([wire.TypeSynced]) ends
+// the expiries of *that* holder that are not in the list, and of no other.
 package client
 
 import (
@@ -44,30 +45,30 @@ const (
 	maxLine = 1 << 20
 )
 
-// Exclusions are what the client lays, renews and readmits, and what it reports. Its methods must
-// not block.
+// Exclusions are the exclusions that the client begins, renews and ends, and whose states it
+// reports. Its methods must not block.
 type Exclusions interface {
-	// Exclude lays or renews an exclusion for holder until expires.
+	// Exclude begins or renews an exclusion for holder until expires.
 	Exclude(now time.Time, pod drain.Pod, holder string, since, expires time.Time)
-	// Readmit ends holder's expiry. dead says that the pod is terminating or gone.
+	// Readmit ends holder's part in an exclusion. dead: the pod is terminating or deleted.
 	Readmit(now time.Time, uid drain.UID, holder string, dead bool)
 	// Renew extends all of holder's expiries.
 	Renew(now time.Time, holder string, expires time.Time)
-	// Held lists what holder has an expiry on.
+	// Held returns the pods that holder excludes.
 	Held(holder string) []drain.UID
-	// Reports returns the present state of every exclusion, whoever holds it. The client fills in
-	// Number, and reports to each replica what that one has asked for.
+	// Reports returns the present state of every exclusion of any holder. The client sets Number,
+	// and sends each replica the reports that it has asked for.
 	Reports(now time.Time) []drain.Report
 }
 
-// Watches are the pods that the client is told to observe, and what it reports of them. Its methods
+// Watches are the pods that coordinators want observed, and the reports about them. Its methods
 // must not block.
 type Watches interface {
-	// Watch begins to observe a pod for holder, or says it anew.
+	// Watch begins to observe a pod for holder, or updates w.
 	Watch(now time.Time, w drain.Watch, holder string)
-	// Unwatch ends that. gone says that the pod does not exist any more.
+	// Unwatch ends that. gone: the pod does not exist any more.
 	Unwatch(now time.Time, uid drain.UID, holder string, gone bool)
-	// Watched lists what holder wants to be observed.
+	// Watched returns the pods that holder wants observed.
 	Watched(holder string) []drain.UID
 	// Reports is [Exclusions.Reports] of the pods that are observed.
 	Reports(now time.Time) []drain.Report
@@ -82,7 +83,7 @@ func (nothing) Renew(time.Time, string, time.Time)                         {}
 func (nothing) Held(string) []drain.UID                                    { return nil }
 func (nothing) Reports(time.Time) []drain.Report                           { return nil }
 
-// Observer is told what happens to streams. Its methods must not block.
+// Observer counts the events of streams, for metrics. Its methods must not block.
 type Observer interface {
 	Connected(address string)
 	Disconnected(address string)
@@ -96,23 +97,21 @@ type Client struct {
 	HTTP *http.Client
 	// Token returns the bearer token to use now.
 	Token func() (string, error)
-	// Boot names this life of the agent, Gateway its kind, Population what is said in
-	// [wire.Declaration], Routes what it routes.
+	// Boot names this life of the agent's process, Gateway is the kind of its gateway. Population
+	// and Routes are those of [wire.Declaration].
 	Boot, Gateway, Population string
 	Routes                    []drain.Route
-	// Exclusions may be left as it is by an agent that directs nothing, Watches by one that
-	// observes nothing.
+	// Exclusions may be nil if the agent directs nothing, Watches if it observes nothing.
 	Exclusions Exclusions
 	Watches    Watches
-	// Health returns what the gateway believes of its targets: the same pointer as long as that is
-	// the same, nil if it is not known yet. It must not block. An agent that leaves it nil tells
-	// nothing of that.
+	// Health returns the health report, by the same pointer while it does not change, nil if it is
+	// not known yet. It must not block. Without Health, no health is reported.
 	Health func() *wire.Summary
 	Log    *slog.Logger
 	// Observer may be nil.
 	Observer Observer
 
-	// left says that Leave was called.
+	// left: Leave was called.
 	left atomic.Bool
 
 	mu sync.Mutex
@@ -122,8 +121,8 @@ type Client struct {
 	replicas     map[string]*replica
 	running      sync.WaitGroup
 	changed      chan struct{}
-	// learned is closed when each replica that was known at one time had told what is open of what
-	// we declared.
+	// learned is closed when all replicas known at some moment had sent the open drains of the
+	// declared Services.
 	learned     chan struct{}
 	learnedOnce sync.Once
 }
@@ -134,21 +133,21 @@ type replica struct {
 	address string
 	cancel  context.CancelFunc
 	woken   chan struct{}
-	// declared is guarded by client.mu: the present stream has brought what is open of what was
-	// declared.
+	// declared is guarded by client.mu: the present stream has brought the open drains of the
+	// declared Services.
 	declared bool
 
-	// saying is held, as a channel of size one is, by a declaration or a leave under way: which of
-	// the two a coordinator hears last decides.
+	// saying is a lock, as a channel of size one, for declarations and Leave: of these, the last
+	// one that a coordinator receives counts.
 	saying chan struct{}
 
-	// opened says that the last stream got as far as its hello. Only run's goroutine uses it.
+	// opened: the last stream received its hello. Only run's goroutine uses it.
 	opened bool
 
 	mu sync.Mutex
 	// session is that of the open stream, nil without one. open is done when that ends.
 	session *Session
-	open    context.Context //nolint:containedctx // it says whether the stream is there
+	open    context.Context //nolint:containedctx // done when the stream ends
 }
 
 // New returns a client without any replica.
@@ -166,7 +165,7 @@ func (c *Client) Replicas(addresses []string) {
 	poke(c.changed)
 }
 
-// Declare replaces Routes, and tells every replica. It never blocks.
+// Declare replaces Routes, and sends them to every replica. It never blocks.
 func (c *Client) Declare(routes []drain.Route) {
 	c.mu.Lock()
 	c.Routes, c.declarations = routes, c.declarations+1
@@ -174,14 +173,14 @@ func (c *Client) Declare(routes []drain.Route) {
 	c.Wake()
 }
 
-// routes returns what is to be declared, and which declaration that is.
+// routes returns the routes to declare, and the number of that declaration.
 func (c *Client) routes() ([]drain.Route, int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.Routes, c.declarations
 }
 
-// Wake says that reports may have changed. It never blocks.
+// Wake makes the client read the reports again. It never blocks.
 func (c *Client) Wake() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -190,12 +189,11 @@ func (c *Client) Wake() {
 	}
 }
 
-// Leave tells every replica that the gateway accepts nothing any more, for good, so that no
-// deletion waits for this agent. Call it when that is so and not before: an agent that is told to
-// stop outlives its gateway. Streams that are open go on, for what is excluded, until Run ends;
-// none is opened any more. A replica that is not reached finds out by itself when this agent's pod
-// is no longer ready. Leave returns what went wrong, after 5 s at most, and no error needs to be
-// acted on.
+// Leave tells every replica that the gateway accepts no more traffic, permanently, so that no
+// deletion waits for this agent. Call it only when that is so: an agent that is asked to stop
+// usually ends before its gateway. Open streams continue for existing exclusions until Run ends; no
+// new one is opened. A replica that is not reached stops waiting when this agent's pod is no longer
+// ready. Leave returns within 5 s. Its error is for the log: the caller need not act on it.
 func (c *Client) Leave(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, PostTimeout)
 	defer cancel()
@@ -233,8 +231,8 @@ func (r *replica) leave(ctx context.Context) error {
 	return nil
 }
 
-// Learned is closed once every replica known at one time has told what is open of what we declared:
-// all open drains are excluded.
+// Learned is closed once every replica known at some moment has sent the open drains of what was
+// declared, so that all of them are excluded.
 func (c *Client) Learned() <-chan struct{} { return c.learned }
 
 // Run keeps the streams open until ctx is done, and returns nil when all have ended.
@@ -287,13 +285,12 @@ func (r *replica) run(ctx context.Context) {
 		}
 		level := slog.LevelWarn
 		if lost && !r.opened {
-			level = slog.LevelDebug // it was said when the last stream ended
+			level = slog.LevelDebug // logged when the last stream ended
 		}
 		lost, r.opened = true, false
 		r.client.Log.Log(ctx, level, "stream to coordinator ended", "address", r.address, "error", err)
 		if errors.Is(err, errSilent) {
-			// What has swallowed the stream has swallowed the connections that wait to be used
-			// again.
+			// The failure that ended the stream silently affects unused connections too.
 			r.client.HTTP.CloseIdleConnections()
 		}
 		timer := time.NewTimer(pauses.Next(time.Since(began), rand.N[time.Duration]))
@@ -305,7 +302,7 @@ func (r *replica) run(ctx context.Context) {
 	}
 }
 
-// Pauses are those between the streams to one replica. The zero value has had none.
+// Pauses computes the pauses between the streams to one replica. The zero value has had none.
 type Pauses struct{ last time.Duration }
 
 // Next returns the pause after a stream that lasted for some time. random returns a duration that
@@ -317,7 +314,7 @@ func (p *Pauses) Next(lasted time.Duration, random func(most time.Duration) time
 	return p.last/2 + random(p.last/2)
 }
 
-// offer is what this agent says of itself.
+// offer returns how this agent introduces itself.
 func (c *Client) offer() wire.Offer {
 	o := wire.NewOffer(c.Boot)
 	o.Build = version.Build()
@@ -423,8 +420,8 @@ func (r *replica) write(into io.Writer, lines []byte, lost context.CancelCauseFu
 	return err
 }
 
-// receive carries out what the stream says until it ends. It calls heard at each message, and
-// complete once, when the list of open drains is.
+// receive carries out the messages of the stream until it ends. It calls heard at each message, and
+// complete once, when the list of open drains is complete.
 func (r *replica) receive(session *Session, lines *lines, heard, complete func()) error {
 	changed := false
 	for {
@@ -450,7 +447,7 @@ func (r *replica) receive(session *Session, lines *lines, heard, complete func()
 	}
 }
 
-// report declares, and then writes what there is to report, until ctx is done or that fails.
+// report declares the routes, and then writes reports until ctx is done or a write fails.
 func (r *replica) report(ctx context.Context, session *Session, into io.Writer, lost context.CancelCauseFunc) error {
 	renewal := time.NewTicker(time.Duration(session.Hello.RenewalMillis) * time.Millisecond / 2)
 	defer renewal.Stop()
@@ -478,8 +475,8 @@ func (r *replica) report(ctx context.Context, session *Session, into io.Writer, 
 	}
 }
 
-// declare says what the gateway routes. The stream brings what is being drained of it. An agent
-// that has left declares nothing: it would be waited for again.
+// declare posts the routes of the gateway. The stream then brings their open drains. An agent that
+// has left declares nothing, because deletions would wait for it again.
 func (r *replica) declare(ctx context.Context, session *Session, routes []drain.Route) error {
 	select {
 	case r.saying <- struct{}{}:
@@ -576,7 +573,7 @@ func (r *replica) setDeclared(declared bool) {
 	c.learn()
 }
 
-// learn, called with the lock, closes learned if each replica that is known now has answered.
+// learn, called with the lock, closes learned if all replicas that are known now have answered.
 func (c *Client) learn() {
 	if len(c.addresses) == 0 {
 		return

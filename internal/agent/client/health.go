@@ -9,12 +9,12 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
-// healthEvery is how often a coordinator is told of the health of targets at most.
+// healthEvery is the shortest time between two health reports to a coordinator.
 const healthEvery = time.Second
 
-// sendHealth tells the coordinator what is new of the health of targets until ctx is done, and
-// closes what it returns then. It goes beside the reports, one message at a time, so that these
-// wait for one at most.
+// sendHealth sends the changes of the health report to the coordinator until ctx is done, and then
+// closes the channel that it returns. It writes one message at a time between the reports, so that
+// these wait for one message at most.
 func (r *replica) sendHealth(ctx context.Context, hello wire.Hello, into io.Writer) <-chan struct{} {
 	over := make(chan struct{})
 	if r.client.Health == nil || !slices.Contains(hello.Features, wire.FeatureHealth) {
@@ -34,7 +34,7 @@ func (r *replica) sendHealth(ctx context.Context, hello wire.Hello, into io.Writ
 				return
 			}
 			now := r.client.Health()
-			// Coordinators keep nothing of Services that were not declared.
+			// Coordinators ignore the health of Services that were not declared.
 			if now == nil || now == told || !r.hasDeclared() {
 				continue
 			}
@@ -43,7 +43,7 @@ func (r *replica) sendHealth(ctx context.Context, hello wire.Hello, into io.Writ
 				told = now
 				continue
 			}
-			// It is a net.Conn, on which nothing that others write comes in between.
+			// A net.Conn does not interleave concurrent writes.
 			_, err := into.Write(wire.AppendHealth(nil, h))
 			if r.client.Observer != nil {
 				r.client.Observer.Posted(wire.HealthPath, err)

@@ -17,7 +17,7 @@ type lines struct {
 	taken int
 }
 
-// counted counts what was read.
+// counted counts the bytes that were read.
 type counted struct {
 	io.Reader
 	read int
@@ -41,10 +41,10 @@ func newLines(r io.Reader) *lines {
 	return l
 }
 
-// more says whether something that came with the last message is still to be read.
+// more reports whether bytes that arrived with the last message are still to be read.
 func (l *lines) more() bool { return l.from.read > l.taken }
 
-// next returns the next message. At the end of the stream it is [io.EOF].
+// next returns the next message. At the end of the stream the error is [io.EOF].
 func (l *lines) next() (wire.Message, error) {
 	var m wire.Message
 	if !l.scanner.Scan() {

@@ -11,9 +11,9 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
-// Session is what an agent knows of one open stream: what the coordinator has asked on it, and what
-// was reported. It does no I/O, reads no clock and never waits. The goroutines of a [Client] drive
-// it, and the simulation does. Its methods may be called from any goroutine.
+// Session is the state of one open stream: what the coordinator has asked on it, and what was
+// reported. It does no I/O, reads no clock and never blocks. The goroutines of a [Client] drive it,
+// as does the simulation. Its methods may be called from any goroutine.
 type Session struct {
 	// Hello is the first message of the stream.
 	Hello wire.Hello
@@ -28,24 +28,24 @@ type Session struct {
 	listed *[2]map[drain.UID]bool
 	// asked are the drains and barriers that the stream has opened.
 	asked [2]map[drain.UID]asked
-	// revision is that of the last drains, at that of the last message.
+	// revision is the revision of the last drains, at the time of the last message.
 	revision uint64
 	at       int64
-	// answered is how many declarations the stream has answered, awaited how many it has to.
+	// answered is how many declarations the stream has answered, awaited how many it must answer.
 	answered, awaited int
-	// upTo is what was reported last of all drains, nil if nothing was, and said what was reported
-	// since then of single pods, at each gate.
+	// upTo is the last report about all drains, nil if there was none, and said the later reports
+	// about single pods, at each gate.
 	upTo *drain.UpTo
 	said [2]map[drain.UID]drain.Report
 }
 
-// asked is a drain that the agent is to report on: its number, see [drain.Open], and the revision
-// with which the stream has named it last.
+// asked is a drain that the agent is to report on: its number, see [drain.Open], and the last
+// revision with which the stream named it.
 type asked struct{ number, revision uint64 }
 
-// NewSession begins a session with the first message of a stream. The error says why that is not a
-// hello that this agent understands. e is nil for an agent that directs nothing, w for one that
-// observes nothing.
+// NewSession begins a session with the first message of a stream. It fails if that is not a hello
+// that this agent supports. e is nil for an agent that directs nothing, w for one that observes
+// nothing.
 func NewSession(first wire.Message, boot string, e Exclusions, w Watches) (*Session, error) {
 	if e == nil {
 		e = nothing{}
@@ -68,14 +68,14 @@ func (s *Session) expires(now time.Time) time.Time {
 	return now.Add(time.Duration(s.Hello.ExpiryMillis) * time.Millisecond)
 }
 
-// Message carries out the next message of the stream. synced says that it has made the list of open
-// drains complete: the agent declares then. news says that there may be something to report. The
-// error says why the stream ends.
+// Message carries out the next message of the stream. synced: it has completed the list of open
+// drains, so the agent declares its routes now. news: there may be something to report. The error
+// is the reason to end the stream.
 func (s *Session) Message(now time.Time, m wire.Message) (synced, news bool, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.exclusions.Renew(now, s.holder(), s.expires(now))
-	// Not before the expiries are renewed: what is reported from now on holds as long as they do.
+	// Not before the expiries are renewed: later reports hold as long as these do.
 	s.at = m.At
 	switch {
 	case m.Type == wire.TypeDrains && m.Drains != nil:
@@ -109,7 +109,7 @@ func (s *Session) Message(now time.Time, m wire.Message) (synced, news bool, err
 	return false, false, nil
 }
 
-// ask notes which drain or barrier of a pod the agent is to report on.
+// ask records a drain or barrier on which the agent is to report.
 func (s *Session) ask(gate drain.Gate, uid drain.UID, a asked) {
 	s.asked[gate][uid] = a
 	if s.listed != nil {
@@ -131,7 +131,7 @@ func (s *Session) release(now time.Time, uid drain.UID, r wire.Releases) {
 	}
 }
 
-// complete ends what this replica's life has asked for before and does not ask for any more.
+// complete ends what this holder asked for earlier and does not ask for any more.
 func (s *Session) complete(now time.Time) {
 	for _, uid := range s.exclusions.Held(s.holder()) {
 		if !s.listed[drain.AtHold][uid] {
@@ -148,9 +148,9 @@ func (s *Session) complete(now time.Time) {
 	s.listed = nil
 }
 
-// End ends what the replica has asked to observe: nothing can be reported to it any more, and the
-// next stream brings what is still open. An observation that is not ended outlives its pod, and
-// the next pod at that address would be taken for one that is being deleted. Exclusions stay, until
+// End ends the observations for this replica. It cannot receive reports any more, and its next
+// stream brings what is still open. An observation that does not end would outlive its pod, and the
+// next pod at that address would be taken for one that is being deleted. Exclusions stay until
 // their expiry.
 func (s *Session) End(now time.Time) {
 	s.mu.Lock()
@@ -163,22 +163,22 @@ func (s *Session) End(now time.Time) {
 	}
 }
 
-// Declared takes in the answer to a declaration.
+// Declared records the answer to a declaration.
 func (s *Session) Declared(answer wire.Declared) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.awaited = answer.Declared
 }
 
-// Learned reports whether every drain of what was declared is excluded: the stream has brought
-// them.
+// Learned reports whether the stream has brought all open drains of what was declared, so that all
+// are excluded.
 func (s *Session) Learned() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.awaited > 0 && s.answered >= s.awaited
 }
 
-// Reports returns what is to be reported now: what has changed since the last call, or everything.
+// Reports returns the reports to send now: the changes since the last call, or everything.
 func (s *Session) Reports(now time.Time, everything bool) wire.Reports {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -203,8 +203,8 @@ func (s *Session) Reports(now time.Time, everything bool) wire.Reports {
 	return batch
 }
 
-// reportDrains adds what there is to report on drains. The state in which most of them are is
-// reported of all, and the others one by one; or else only the changes, if these are fewer.
+// reportDrains adds the reports on drains to batch. It reports the most frequent state for all
+// drains and the others one by one, or only the changes if these are fewer.
 func (s *Session) reportDrains(now time.Time, everything bool, batch *wire.Reports) {
 	held := map[drain.UID]bool{}
 	for _, uid := range s.exclusions.Held(s.holder()) {
@@ -261,7 +261,7 @@ func (s *Session) reportDrains(now time.Time, everything bool, batch *wire.Repor
 	}
 }
 
-// says reports whether up says all of r. That a pod is kept is always reported of it alone.
+// says reports whether up covers r. A pod that is Kept always has a report of its own.
 func says(up drain.UpTo, r drain.Report) bool {
 	return r.State != drain.Kept && r == drain.Report{UID: r.UID, Number: r.Number, State: up.State, Proof: up.Proof,
 		Generation: up.Generation}

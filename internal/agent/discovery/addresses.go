@@ -18,9 +18,9 @@ import (
 // addressesName is the file in the journal's directory that names the coordinators.
 const addressesName = "coordinators.json"
 
-// addresses keeps where the coordinators were last, for an agent that starts while the API server
-// cannot be asked: without them it would hear of no drain. What is written there is believed no
-// more than any address: whoever answers has to prove that it is a coordinator.
+// addresses stores the coordinators' addresses for an agent that starts while the API server is not
+// available: without them it would learn of no drain. A stored address need not be trusted:
+// whatever answers there has to prove that it is a coordinator.
 type addresses struct {
 	path string
 	log  *slog.Logger
@@ -28,7 +28,7 @@ type addresses struct {
 	last atomic.Pointer[[]string]
 }
 
-// rememberIn returns what keeps addresses in dir. An empty dir means that nothing is kept.
+// rememberIn returns an addresses that stores them in dir. With an empty dir it stores nothing.
 func rememberIn(dir string, log *slog.Logger) *addresses {
 	a := &addresses{log: log, wake: signal.New()}
 	if dir != "" {
@@ -37,7 +37,7 @@ func rememberIn(dir string, log *slog.Logger) *addresses {
 	return a
 }
 
-// read returns what was kept, nil if nothing was.
+// read returns the stored addresses, nil if there are none.
 func (a *addresses) read() []string {
 	if a.path == "" {
 		return nil
@@ -48,14 +48,14 @@ func (a *addresses) read() []string {
 		err = json.Unmarshal(text, &kept)
 	}
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		a.log.Warn("where the coordinators were is not known", "path", a.path, "error", err)
+		a.log.Warn("read stored addresses of coordinators", "path", a.path, "error", err)
 		return nil
 	}
 	return kept
 }
 
-// set notes the addresses, which must not be changed afterwards. It never blocks. That there is
-// none is not worth knowing later.
+// set records the addresses, which must not be changed afterwards. It never blocks. An empty list
+// is ignored.
 func (a *addresses) set(all []string) {
 	if a.path == "" || len(all) == 0 {
 		return
@@ -64,7 +64,7 @@ func (a *addresses) set(all []string) {
 	a.wake.Raise()
 }
 
-// run writes what is noted until ctx is done.
+// run writes recorded addresses until ctx is done.
 func (a *addresses) run(ctx context.Context) error {
 	had := a.read()
 	return a.wake.Follow(ctx, func() {
@@ -73,14 +73,14 @@ func (a *addresses) run(ctx context.Context) error {
 			return
 		}
 		if err := a.write(last); err != nil {
-			a.log.Warn("addresses of coordinators are not kept", "path", a.path, "error", err)
+			a.log.Warn("store addresses of coordinators", "path", a.path, "error", err)
 			return
 		}
 		had = last
 	})
 }
 
-// write replaces the file at once, so that it is never half of one.
+// write replaces the file atomically.
 func (a *addresses) write(all []string) error {
 	text, err := json.Marshal(all)
 	if err != nil {

@@ -31,8 +31,9 @@ const (
 // caKey is the key of the certificates in the ConfigMap.
 const caKey = "ca.crt"
 
-// Bundle is the certificates of those who may sign the coordinators' certificates. They change
-// while the agent runs: a connection is checked against those that are known when it is made.
+// Bundle is the CA bundle that the coordinators' certificates are checked against. It may change
+// while the agent runs: a connection is checked against the certificates that are known when it is
+// made.
 type Bundle struct {
 	conf Config
 	log  *slog.Logger
@@ -65,7 +66,7 @@ func (r *Bundle) readFile() error {
 	return nil
 }
 
-// set takes in certificates. If there are none the former stay, and it reports false.
+// set replaces the certificates. If text has none, it changes nothing and returns false.
 func (r *Bundle) set(text string) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -80,7 +81,7 @@ func (r *Bundle) set(text string) bool {
 	return true
 }
 
-// Run follows the ConfigMap until ctx is done. Without one it only waits.
+// Run watches the ConfigMap until ctx is done. Without one it only waits.
 func (r *Bundle) Run(ctx context.Context, kube kubernetes.Interface) error {
 	if r.conf.CAConfigMap == "" {
 		<-ctx.Done()
@@ -111,14 +112,14 @@ func (r *Bundle) Run(ctx context.Context, kube kubernetes.Interface) error {
 func (r *Bundle) dial(ctx context.Context, network, address string) (net.Conn, error) {
 	if r.conf.CAFile != "" {
 		if err := r.readFile(); err != nil {
-			r.log.Debug("the certificates that were read before stay", "error", err)
+			r.log.Debug("read CA bundle: the former one stays in use", "error", err)
 		}
 	}
 	r.mu.Lock()
 	pool := r.pool
 	r.mu.Unlock()
 	if pool == nil {
-		return nil, fmt.Errorf("nobody is known yet who may sign for coordinators: ConfigMap %s", r.conf.CAConfigMap)
+		return nil, fmt.Errorf("no CA bundle for coordinators yet: ConfigMap %s", r.conf.CAConfigMap)
 	}
 	ctx, cancel := context.WithTimeout(ctx, connectTimeout+handshakeTimeout)
 	defer cancel()

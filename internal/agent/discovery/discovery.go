@@ -1,4 +1,6 @@
-// Package discovery finds the coordinators, trusts them, and gives an agent its connection to them.
+// Package discovery finds the coordinators of an agent and makes its connections to them: by the
+// endpoints of their Service, over TLS that is checked against a CA bundle, with a ServiceAccount
+// token. Package client speaks the protocol on these connections.
 package discovery
 
 import (
@@ -26,7 +28,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
-// Config says where coordinators are and how to trust them.
+// Config is where coordinators are and how to verify them.
 type Config struct {
 	// Service is namespace/name of the headless Service in front of all replicas.
 	Service string `json:"service,omitempty"`
@@ -48,8 +50,7 @@ type Config struct {
 	TokenFile string `json:"tokenFile"`
 }
 
-// Check reports each thing that is wrong to must, which takes what has to hold and what to say if
-// it does not.
+// Check calls must for each condition, with the message for the case that it does not hold.
 func (c Config) Check(must func(ok bool, format string, args ...any)) {
 	must((c.Service == "") != (len(c.Addresses) == 0),
 		"coordinators: exactly one of service %q and addresses %q is needed", c.Service, c.Addresses)
@@ -74,7 +75,7 @@ func (c Config) Check(must func(ok bool, format string, args ...any)) {
 	}
 }
 
-// Connect returns a client that reaches coordinators, and trusts those that bundle does.
+// Connect returns a client for the coordinators of conf, verified against bundle.
 func Connect(conf Config, bundle *Bundle) *client.Client {
 	c := client.New()
 	c.HTTP = &http.Client{Transport: &http.Transport{
@@ -93,11 +94,11 @@ func Connect(conf Config, bundle *Bundle) *client.Client {
 	return c
 }
 
-// Follow calls tell with the base URLs of all coordinator replicas, ready or not, because one that
-// is starting or stopping has drains too. It does so each time that they change, until ctx is done:
-// first with those that were kept in dir by an earlier life of the agent, so that it finds
-// coordinators while the API server cannot be asked. An empty dir keeps none. Where conf names no
-// Service it only waits.
+// Follow calls tell with the base URLs of all coordinator replicas each time that they change,
+// until ctx is done. These include replicas that are not ready, because one that is starting or
+// stopping has drains too. The first call has the addresses that an earlier process of the agent
+// stored in dir, so that it finds coordinators while the API server is not available. With an empty
+// dir none are stored. If conf names no Service it only waits.
 func Follow(ctx context.Context, kube kubernetes.Interface, conf Config, dir string, tell func(addresses []string),
 	log *slog.Logger) error {
 	if conf.Service == "" {

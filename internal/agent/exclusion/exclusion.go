@@ -1,5 +1,6 @@
-// Package exclusion keeps the exclusions of an agent that directs a gateway: between the wire, the
-// set of targets, and the journal.
+// Package exclusion applies a coordinator's exclusions to an agent's targets and stores them in its
+// journal, and ends those that are not renewed. It is for agents that direct a gateway. Package
+// client calls it, and package health has the targets.
 package exclusion
 
 import (
@@ -21,9 +22,9 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Exclusions speaks between the wire and the set: it implements [client.Exclusions]. What the set
-// is told of expiries the journal is told too, and before: by the time the set asks the gateway for
-// anything, [WriteAhead] finds the exclusion in the journal.
+// Exclusions implements [client.Exclusions] on a set of targets. It records every exclusion in the
+// journal before it changes the set, so that [WriteAhead] finds the exclusion in the journal by the
+// time the set asks the gateway for anything.
 type Exclusions struct {
 	set     *health.Set
 	journal *journal.Journal
@@ -32,23 +33,22 @@ type Exclusions struct {
 	wake  func()
 	log   *slog.Logger
 
-	// both makes one change of set and journal at a time, so that they say the same.
+	// both serializes changes of set and journal, so that these agree.
 	both sync.Mutex
 
 	mu sync.Mutex
-	// known holds the last state that was written down of each exclusion.
+	// known holds the last recorded state of each exclusion.
 	known map[health.UID]health.State
-	// furthest is how far each of them has ever come. propagation is told how long that took, once;
-	// nil: nobody is.
+	// furthest is the furthest state that each of them has reached. propagation, which may be nil,
+	// is called once with how long that took.
 	furthest    map[health.UID]health.State
 	propagation *prometheus.HistogramVec
 }
 
-// New returns the exclusions of set, with those that journal has from an earlier life of the agent,
-// each until its expiry ends. Expiries that are over are among them too: what ends them is not time
-// alone, see Expire. ports are the Services that feed each pool, and wake is called when the
-// gateway is to be directed again. propagation, which may be nil, is told how long each exclusion
-// took.
+// New returns the exclusions of set, with those that are in journal from an earlier process of the
+// agent, each until its expiry. These include expired ones, which do not end by time alone, see
+// Expire. ports are the Services that feed each pool, and wake is called when the gateway has to be
+// directed again. propagation, which may be nil, is called with the time that each exclusion took.
 func New(now time.Time, set *health.Set, kept *journal.Journal, ports map[health.Pool]endpoints.Port, wake func(),
 	propagation *prometheus.HistogramVec, log *slog.Logger) *Exclusions {
 	t := &Exclusions{
@@ -76,7 +76,7 @@ func (t *Exclusions) restore(now time.Time) {
 	}
 }
 
-// Exclude implements client.Exclusions. A pod without UID cannot be meant.
+// Exclude implements client.Exclusions. A pod without a UID is ignored.
 func (t *Exclusions) Exclude(now time.Time, pod drain.Pod, holder string, since, expires time.Time) {
 	if pod.UID == "" {
 		t.log.Warn("coordinator named a pod without UID", "pod", pod.String(), "holder", holder)
@@ -86,8 +86,8 @@ func (t *Exclusions) Exclude(now time.Time, pod drain.Pod, holder string, since,
 	t.journal.Exclude(pod, holder, since, expires)
 	news := t.set.Exclude(now, pod.UID, holder, since, expires)
 	if news {
-		t.set.Renew(holder, expires) // as in the journal, where each expiry is that of all its holder's exclusions
-		// Once this holder is in the file, the state that others were told of before is news to it.
+		t.set.Renew(holder, expires) // as in the journal, where a holder has one expiry for all its exclusions
+		// For a new holder, the state is news even if other holders have received it.
 		t.mu.Lock()
 		delete(t.known, pod.UID)
 		t.mu.Unlock()
@@ -146,7 +146,7 @@ func (t *Exclusions) Reports(now time.Time) []drain.Report {
 	return reports
 }
 
-// services names those that feed pools, as [drain.Report.Kept] does.
+// services names the Services that feed pools, in the form of [drain.Report.Kept].
 func (t *Exclusions) services(pools []health.Pool) string {
 	var names []string
 	for _, p := range pools {
@@ -156,12 +156,12 @@ func (t *Exclusions) services(pools []health.Pool) string {
 	if kept := strings.Join(slices.Compact(names), ","); len(kept) <= wire.MaxKept {
 		return kept
 	}
-	return "" // and the deletion waits
+	return "" // the deletion waits
 }
 
-// proven is the state that may be told: nothing is, of an exclusion that is not in the file yet. A
-// pod that no gateway has heard of is idle at once; an agent that said so and died would route to
-// it when it comes.
+// proven returns the state that may be reported. Unknown is reported for an exclusion that is not
+// in the file yet: a pod that the gateway does not know yet is Idle immediately, and an agent that
+// reported so and died would route to it when it appears.
 func (t *Exclusions) proven(now time.Time, s health.Exclusion) health.State {
 	if !t.journal.Settled(now, s.UID) {
 		return health.Unknown
@@ -169,10 +169,10 @@ func (t *Exclusions) proven(now time.Time, s health.Exclusion) health.State {
 	return s.State
 }
 
-// Changed writes down each exclusion's new state, and reports whether there was one.
+// Changed records each exclusion's new state, and reports whether any state has changed.
 func (t *Exclusions) Changed(now time.Time) bool {
-	// Read inside: who read earlier and writes later would leave an old state behind, and a change
-	// back to that would be no news.
+	// Read with the lock held. Otherwise a slower caller could record an older state, and a change
+	// back to that would not be reported.
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	exclusions := t.set.Exclusions()
@@ -196,9 +196,9 @@ func (t *Exclusions) Changed(now time.Time) bool {
 	return news
 }
 
-// measure writes down how long it took to come from before to state, if that is further. What is
-// Idle at once was never routed here, or was let go of in another life: it says nothing of the
-// gateway.
+// measure observes how long it took from before to state, if that is further than ever. An
+// exclusion that is Idle immediately was never routed here, or was removed by an earlier process,
+// and is no measure of the gateway.
 func (t *Exclusions) measure(s health.Exclusion, before, state health.State) {
 	if t.propagation == nil || s.Targets == 0 {
 		return
@@ -212,8 +212,8 @@ func (t *Exclusions) measure(s health.Exclusion, before, state health.State) {
 	}
 }
 
-// WriteAhead is a gateway in which a pod is taken out only when the journal has its exclusion in
-// the file, or cannot have it. A batch waits once, at most a second.
+// WriteAhead is a gateway that takes a pod out only when the journal has its exclusion in the file,
+// or cannot write it. A batch waits once, at most a second.
 type WriteAhead struct {
 	gateway.Directed
 	Journal *journal.Journal
@@ -222,7 +222,7 @@ type WriteAhead struct {
 // Apply implements gateway.Directed.
 func (g WriteAhead) Apply(ctx context.Context, ops []health.Op) error {
 	if slices.ContainsFunc(ops, func(op health.Op) bool { return op.Want != health.WantRouted }) {
-		_ = g.Journal.Sync() // availability first; the journal says what is wrong
+		_ = g.Journal.Sync() // availability first; the journal logs the error
 	}
 	return g.Directed.Apply(ctx, ops)
 }

@@ -7,18 +7,18 @@ import (
 )
 
 const (
-	// LapseEvery is how often expiries are looked at.
+	// LapseEvery is how often expiries are checked.
 	LapseEvery = time.Second
-	// lapseSpread is over how long agents whose expiries end together spread their question to the
-	// API server.
+	// lapseSpread is the period over which agents whose expiries end together spread their lists
+	// from the API server.
 	lapseSpread = 5 * time.Second
-	// freshRetryFirst and maxFreshRetry bound the pause after one that failed.
+	// freshRetryFirst and maxFreshRetry bound the pause after a list that failed.
 	freshRetryFirst = time.Second
 	maxFreshRetry   = 30 * time.Second
 )
 
-// Expire ends expiries that no coordinator renews, until ctx is done. fresh returns nil if what the
-// set knows of EndpointSlices is not older than the call.
+// Expire ends expiries that no coordinator renews, until ctx is done. fresh returns nil if the
+// EndpointSlices in the set are not older than the call.
 func (t *Exclusions) Expire(ctx context.Context, fresh func(context.Context) error) error {
 	ticker := time.NewTicker(LapseEvery)
 	defer ticker.Stop()
@@ -38,23 +38,23 @@ func (t *Exclusions) Expire(ctx context.Context, fresh func(context.Context) err
 	}
 }
 
-// Lapses decides when expiries end that no coordinator renews. Time alone lets no pod back in: an
-// expiry that is over stands until EndpointSlices are known to be fresh, because when all
-// coordinators are away the API server may be, too, and the pod may be dead by now. An outage of
-// both keeps the pod out as long as it lasts; the last target of a pool is kept in any case.
+// Lapses decides when to end expired exclusions. Time alone does not readmit a pod: an expired
+// exclusion stays until EndpointSlices are known to be fresh, because when all coordinators are
+// away the API server may be, too, and the pod may be deleted by now. An outage of both keeps the
+// pod out for as long as it lasts. The last target of a pool is kept in any case.
 type Lapses struct {
 	*Exclusions
 	// Rand returns a random pause of less than most.
 	Rand func(most time.Duration) time.Duration
 
-	// next is when the API server is asked. The zero time: nothing has expired.
+	// next is when to ask the API server. The zero time: nothing has expired.
 	next    time.Time
 	pause   time.Duration
 	failing string
 }
 
-// Due reports whether it is to be found out now that EndpointSlices are fresh: call Answered then.
-// It is to be called each LapseEvery.
+// Due reports whether the caller has to check now whether EndpointSlices are fresh, and then to
+// call Answered. Call Due each LapseEvery.
 func (l *Lapses) Due(now time.Time) bool {
 	expired := l.journal.Expired(now)
 	switch {
@@ -71,11 +71,11 @@ func (l *Lapses) Due(now time.Time) bool {
 	return false
 }
 
-// Answered ends the expiries that were over when Due was called, at asked. An error says that
-// EndpointSlices may be older than that.
+// Answered ends the exclusions that had expired at asked, when Due was called. With an error it
+// ends none, because EndpointSlices may be older than that.
 func (l *Lapses) Answered(asked, now time.Time, err error) {
 	if err == nil {
-		l.lapse(asked) // what has expired since was not asked about
+		l.lapse(asked) // not those that have expired since
 		return
 	}
 	pause := max(l.pause, freshRetryFirst)
@@ -87,8 +87,9 @@ func (l *Lapses) Answered(asked, now time.Time, err error) {
 	}
 }
 
-// lapse ends the expiries that are over at now. Pods that are routed again are, where their pool
-// has a check, after a probe that succeeds. EndpointSlices are known to be as fresh as now.
+// lapse ends the exclusions that have expired at now. Their pods are routed again, where their pool
+// has a check after a successful probe. The caller knows that EndpointSlices are at least as fresh
+// as now.
 func (t *Exclusions) lapse(now time.Time) {
 	t.both.Lock()
 	uids := t.set.Lapse(now)

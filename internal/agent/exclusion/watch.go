@@ -10,14 +10,14 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Watches are the pods of which coordinators want to know when the gateway stops routing to them by
-// itself, because their mode is observe. Nothing is excluded for that. It implements
-// [client.Watches].
+// Watches are the pods whose deletions are only measured, because their mode is observe:
+// coordinators want to know when the gateway stops routing to them by itself. Nothing is excluded.
+// It implements [client.Watches].
 type Watches struct {
 	Set *health.Set
 
 	mu sync.Mutex
-	// holders are those of each pod, with the time until which they want to know.
+	// holders are the holders of each pod's watch, each with the end of its watch.
 	holders map[drain.UID]map[string]time.Time
 }
 

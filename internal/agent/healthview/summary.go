@@ -18,15 +18,15 @@ import (
 )
 
 const (
-	// summaryEvery is how often the health of all targets is looked at for those who look at
-	// coordinators, at most. A look that took long is rested from for summaryRest times as long: it
-	// is not what the agent is for.
+	// summaryEvery is the shortest time between two summaries of the health of all targets for
+	// coordinators. After a summary that took long, the pause is summaryRest times as long, because
+	// summaries must not slow the agent's main task.
 	summaryEvery = time.Second
 	summaryRest  = 50
 )
 
-// Summary tells coordinators, for operators, what is believed of the health of targets. Make it
-// with NewSummary, then run it with Run.
+// Summary computes the health report for coordinators, which they show to operators. Make it with
+// NewSummary, then run it with Run.
 type Summary struct {
 	set   *health.Set
 	ports map[health.Pool]endpoints.Port
@@ -41,11 +41,11 @@ func NewSummary(set *health.Set, ports map[health.Pool]endpoints.Port, names fun
 	return &Summary{set: set, ports: ports, names: names}
 }
 
-// Last is what was last found: the same pointer as long as it is the same. Nil: nothing was looked
-// at yet.
+// Last returns the last summary, by the same pointer while it does not change. Nil: there is none
+// yet.
 func (b *Summary) Last() *wire.Summary { return b.last.Load() }
 
-// Run looks until ctx is done.
+// Run computes summaries until ctx is done.
 func (b *Summary) Run(ctx context.Context) error {
 	for {
 		began := time.Now()
@@ -60,10 +60,10 @@ func (b *Summary) Run(ctx context.Context) error {
 	}
 }
 
-// look finds out whether there is something new to tell.
+// look computes a summary, and stores it if it has changed.
 func (b *Summary) look() {
 	if !b.set.HasSynced() {
-		return // what is not listed yet is not known to be wanted
+		return // it is not known yet which targets are listed
 	}
 	is := summarize(b.set.Targets(), b.set.Counts(), b.ports, b.names)
 	if was := b.last.Load(); was == nil || !reflect.DeepEqual(*was, is) {
@@ -71,8 +71,8 @@ func (b *Summary) look() {
 	}
 }
 
-// summarize counts targets by Service, and chooses of which Services is told: those with trouble
-// first, as many as there is room for.
+// summarize counts targets by Service, and chooses the Services to report: unhealthy ones first, as
+// many as the limit permits.
 func summarize(all []health.Detail, pools map[health.Pool]health.Count, ports map[health.Pool]endpoints.Port,
 	names func() map[health.UID]string) wire.Summary {
 	of := map[types.NamespacedName]*wire.ServiceHealth{}
@@ -84,7 +84,7 @@ func summarize(all []health.Detail, pools map[health.Pool]health.Count, ports ma
 		return of[name]
 	}
 	for p := range ports {
-		s := service(p) // also one that has no target
+		s := service(p) // also of a Service without targets
 		s.FailingOpen = s.FailingOpen || pools[p].FailingOpen
 	}
 	var called map[health.UID]string
@@ -96,7 +96,7 @@ func summarize(all []health.Detail, pools map[health.Pool]health.Count, ports ma
 		s.Checked = s.Checked || !t.LastAt.IsZero()
 		switch {
 		case t.Why == health.WhyTerminating || t.Why == health.WhyNotReady || t.Why == health.WhyNotSynced:
-			continue // EndpointSlices want nothing of it
+			continue // EndpointSlices do not list it
 		case t.Exclusion != nil:
 			s.Excluded++
 		case t.Why == health.WhyLapsed || t.Why == health.WhyUnproven:
@@ -144,7 +144,7 @@ func summarize(all []health.Detail, pools map[health.Pool]health.Count, ports ma
 	return sum
 }
 
-// rank is how soon a Service is told of.
+// rank orders Services: the lowest is reported first.
 func rank(s wire.ServiceHealth) int {
 	switch {
 	case s.FailingOpen:

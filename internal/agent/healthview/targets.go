@@ -1,5 +1,5 @@
-// Package healthview shows what an agent knows of the health of its targets: to operators on the
-// spot, and to coordinators as a summary.
+// Package healthview shows the health of an agent's targets: to operators as /v1/targets of the
+// agent, and to coordinators as a summary. It only reads package health, which has the verdicts.
 package healthview
 
 import (
@@ -25,17 +25,18 @@ type targetView struct {
 	Pool    string `json:"pool"`
 	// State is what the gateway does, as it was last read: see the constants.
 	State string `json:"state"`
-	// Why says why the target is to have traffic, or none: the words of [health.Why].
+	// Why is the reason why the target has traffic, or has none: a name of [health.Why].
 	Why string `json:"why"`
 	// Since is when the reason began, where that is known.
 	Since *time.Time `json:"since,omitempty"`
 	// ReadAt is when State was read.
 	ReadAt *time.Time `json:"readAt,omitempty"`
-	// Health is the verdict of the checks: the words of [health.Verdict]. HealthSince is when it
-	// was reached.
+	// Health is the verdict of the checks: a name of [health.Verdict]. HealthSince is when it was
+	// reached.
 	Health      string     `json:"health"`
 	HealthSince *time.Time `json:"healthSince,omitempty"`
-	// LastOutcome is that of the last probe, or what the gateway reported, at LastOutcomeAt.
+	// LastOutcome is the outcome of the last probe, or of the gateway's own check, at
+	// LastOutcomeAt.
 	LastOutcome   string         `json:"lastOutcome,omitempty"`
 	LastOutcomeAt *time.Time     `json:"lastOutcomeAt,omitempty"`
 	Counters      targetCounters `json:"counters"`
@@ -43,7 +44,7 @@ type targetView struct {
 	Exclusion *exclusionView `json:"exclusion,omitempty"`
 }
 
-// targetCounters are those of one target.
+// targetCounters are the counters of one target.
 type targetCounters struct {
 	// Active is how many requests or connections the gateway had there when it was read.
 	Active int `json:"active"`
@@ -54,7 +55,7 @@ type targetCounters struct {
 	Timeouts     uint8 `json:"timeouts"`
 }
 
-// exclusionView is how far an exclusion has come.
+// exclusionView is the state of an exclusion.
 type exclusionView struct {
 	State string    `json:"state"`
 	Since time.Time `json:"since"`
@@ -62,11 +63,11 @@ type exclusionView struct {
 
 // States of a target in the gateway.
 const (
-	stateUnread  = "unread"  // not read since the gateway was last reloaded, or since the agent began
+	stateUnread  = "unread"  // not read since the gateway was last reloaded, or the agent started
 	stateRouted  = "routed"  // every process may send there
 	statePartly  = "partly"  // some processes may
-	stateRemoved = "removed" // known, and nothing new is sent there
-	stateAbsent  = "absent"  // not known
+	stateRemoved = "removed" // present, but no process sends new requests there
+	stateAbsent  = "absent"  // in no process
 )
 
 func viewTargets(all []health.Detail, ports map[health.Pool]endpoints.Port,

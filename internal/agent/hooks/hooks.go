@@ -1,5 +1,7 @@
-// Package hooks answers the preStop hooks of a node's pods: it asks a coordinator, and the node's
-// own gateway for as long as there is none.
+// Package hooks answers the preStop hooks of a node's pods, on the node agent. It asks a
+// coordinator whether the pod may stop or, while none can be asked, relies on the node's own
+// gateway. The coordinator's side is barrier.go in package coordinator; the hook in the pod is an
+// httpGet or cmd/lameduck-wait.
 package hooks
 
 import (
@@ -27,18 +29,18 @@ import (
 )
 
 const (
-	// waitPath is what the hooks of a pod ask.
+	// waitPath is the path of hooks.
 	waitPath = keys.WaitPath + "{id}"
-	// maxWaits bounds the pods that wait at one time, maxUnknown the hooks from this node whose pod
-	// is not known yet, and the hooks of this kind from all other addresses together;
-	// strangersOfOne those from one of these. More are answered 429.
+	// maxWaits bounds the pods that wait simultaneously. maxUnknown bounds the hooks from this node
+	// whose pod is not known yet, and separately those from all other addresses together;
+	// strangersOfOne bounds those from one such address. Hooks beyond a bound are answered 429.
 	maxWaits       = 512
 	maxUnknown     = 64
 	strangersOfOne = 4
 	// findTimeout is how long a hook waits for its pod to be known.
 	findTimeout = 2 * time.Second
-	// restartTimeout is how long a container is kept from being stopped while its pod stays,
-	// liveTimeout what the live look at the pod may take of that.
+	// restartTimeout is how long the stop of a container is delayed if its pod stays, liveTimeout
+	// the part of it that a live read of the pod may take.
 	restartTimeout = 2 * time.Second
 	liveTimeout    = time.Second
 	// maxID is the longest id that is looked up.
@@ -59,13 +61,13 @@ type Server struct {
 	m         *metrics
 	log       *slog.Logger
 
-	// stopping is closed when what waits must be answered.
+	// stopping is closed when all waiting hooks must be answered.
 	stopping chan struct{}
 
 	mu   sync.Mutex
 	open map[drain.UID]*wait
-	// strangers counts the hooks whose pod is not known yet, by their address. This node's have one
-	// entry, the zero address.
+	// strangers counts the hooks whose pod is not known yet, by their address. Those from this node
+	// are counted under the zero address.
 	strangers map[netip.Addr]int
 	running   sync.WaitGroup
 }
@@ -73,13 +75,12 @@ type Server struct {
 // wait is shared by all hooks of one pod.
 type wait struct {
 	done chan struct{}
-	// text is set when done is closed.
+	// text is set before done is closed.
 	text string
 }
 
 // New returns a server for the hooks of pods. g is the node's gateway, ask asks a coordinator, see
-// [client.Client.Barrier], and live reads a pod that the watch may be late for, see
-// [nodepods.Live].
+// [client.Client.Barrier], and live reads a pod when the watch may be late, see [nodepods.Live].
 func New(pods *nodepods.Pods, g gateway.Observed, live func(context.Context, drain.Pod) (nodepods.Pod, bool, error),
 	ask func(context.Context, wire.BarrierRequest) (wire.BarrierStatus, error), r prometheus.Registerer,
 	log *slog.Logger,
@@ -111,10 +112,10 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
 	case from.IsValid() && !slices.ContainsFunc(p.Targets, func(t netip.AddrPort) bool {
 		return t.Addr().Unmap() == from
 	}):
-		// The id is an annotation, which many may read: a hook from elsewhere would have a pod that
-		// nobody deletes taken out of gateways.
+		// The id is an annotation, which many clients may read: a hook from elsewhere could take a
+		// pod that is not being deleted out of its gateways.
 		s.refuse(w, http.StatusForbidden, outForeign)
-		s.log.Debug("hook of another address", "pod", p.Pod.String(), "from", from.String())
+		s.log.Debug("refused a hook: not from this node or its pod", "pod", p.Pod.String(), "from", from.String())
 		return
 	}
 	one, err := s.join(p)
@@ -129,7 +130,7 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
 			w.Header().Set("Content-Type", "text/plain; charset=utf-8")
 			fmt.Fprintln(w, one.text)
 		case <-r.Context().Done():
-			// The kubelet has given up. Another container of the pod may still wait.
+			// The kubelet has closed the connection. Another container of the pod may still wait.
 		}
 	})).ServeHTTP(w, r)
 }
@@ -166,7 +167,7 @@ var (
 	errUnknown = errors.New("no pod of this node has this id")
 )
 
-// find waits for the pod with an id to be known. from is where the hook comes from.
+// find waits until the pod with an id is known. from is the address of the hook.
 func (s *Server) find(ctx context.Context, id string, from netip.Addr) (nodepods.Pod, error) {
 	if len(id) > maxID {
 		return nodepods.Pod{}, errUnknown
@@ -187,7 +188,7 @@ func (s *Server) find(ctx context.Context, id string, from netip.Addr) (nodepods
 	return p, nil
 }
 
-// await waits until ctx is done for the pod with an id to be so.
+// await waits until is returns true for the pod with an id, or until ctx is done.
 func (s *Server) await(ctx context.Context, id string, is func(nodepods.Pod) bool) (nodepods.Pod, bool) {
 	for {
 		p, ok, changed := s.pods.Find(id)
@@ -204,7 +205,7 @@ func (s *Server) await(ctx context.Context, id string, is func(nodepods.Pod) boo
 	}
 }
 
-// admit counts a hook from an address whose pod is not known yet. It reports false if there are too
+// admit counts a hook from an address whose pod is not known yet. It returns false if there are too
 // many.
 func (s *Server) admit(from netip.Addr) bool {
 	s.mu.Lock()
@@ -228,7 +229,7 @@ func (s *Server) admit(from netip.Addr) bool {
 	return true
 }
 
-// forget takes back an admit.
+// forget undoes an admit.
 func (s *Server) forget(from netip.Addr) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -237,7 +238,7 @@ func (s *Server) forget(from netip.Addr) {
 	}
 }
 
-// join returns the wait of a pod, which it begins if there is none.
+// join returns the wait of a pod, and begins one if there is none.
 func (s *Server) join(p nodepods.Pod) (*wait, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -250,7 +251,7 @@ func (s *Server) join(p nodepods.Pod) (*wait, error) {
 	one := &wait{done: make(chan struct{})}
 	select {
 	case <-s.stopping:
-		// running may be waited for already, and nothing may be added to it then.
+		// Run may be waiting for running already: adding to it would be a race.
 		s.m.waits.WithLabelValues(string(outStopping)).Inc()
 		one.text = string(outStopping)
 		close(one.done)
@@ -280,9 +281,9 @@ func (s *Server) join(p nodepods.Pod) (*wait, error) {
 	return one, nil
 }
 
-// leave ends the wait of p, so that hooks which come from now on begin another one. If it was for a
-// container, and the pod itself has been deleted meanwhile, hooks of the deletion may have joined
-// it: then p is the pod that is going, and it has to wait again.
+// leave ends the wait of p, so that later hooks begin another one. If the wait was for the stop of
+// a container, and the pod itself has been deleted in the meantime, hooks of the deletion may have
+// joined it. Then leave sets p to the terminating pod, and returns true: it has to wait again.
 func (s *Server) leave(p *nodepods.Pod, why outcome) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -294,7 +295,7 @@ func (s *Server) leave(p *nodepods.Pod, why outcome) bool {
 	return true
 }
 
-// deleted returns what reports whether a pod is p, deleted and not gone.
+// deleted returns a function that reports whether a pod is p and terminating.
 func deleted(p nodepods.Pod) func(nodepods.Pod) bool {
 	return func(is nodepods.Pod) bool { return is.Pod.UID == p.Pod.UID && !is.Since.IsZero() }
 }
@@ -306,11 +307,11 @@ func (s *Server) count() int {
 	return len(s.open)
 }
 
-// wait returns when the pod may be told to stop, and why.
+// wait blocks until the pod may be told to stop, and returns why.
 func (s *Server) wait(p nodepods.Pod) (why outcome, detail string) {
 	began := time.Now()
 	if p.Since.IsZero() {
-		// The watch may be late: the kubelet has another one.
+		// The kubelet has its own watch, so this agent's may be behind.
 		ctx, cancel := context.WithTimeout(context.Background(), liveTimeout)
 		is, gone, err := s.live(ctx, p.Pod)
 		if gone {
@@ -333,9 +334,9 @@ func (s *Server) wait(p nodepods.Pod) (why outcome, detail string) {
 	return s.barrier(p)
 }
 
-// restart tells directed gateways of a container that is about to be stopped though its pod stays:
-// the kubelet restarts it, evicts the pod or shuts the node down. It returns by until, and at once
-// when the pod is deleted.
+// restart makes directed gateways exclude a pod whose container is about to be stopped although the
+// pod stays: the kubelet restarts the container, evicts the pod or shuts the node down. It returns
+// by until, or as soon as the pod is deleted.
 func (s *Server) restart(p nodepods.Pod, until time.Time, detail string) (outcome, string) {
 	ctx, cancel := context.WithDeadline(context.Background(), until)
 	var looking sync.WaitGroup
@@ -356,7 +357,7 @@ func (s *Server) restart(p nodepods.Pod, until time.Time, detail string) (outcom
 	return outRestart, detail
 }
 
-// answer is a coordinator's.
+// answer is the answer of a coordinator.
 type answer struct {
 	passed wire.BarrierStatus
 	err    error
@@ -374,12 +375,12 @@ func (s *Server) barrier(p nodepods.Pod) (outcome, string) {
 	defer local.Close()
 	answers := make(chan answer, 1)
 	var asking sync.WaitGroup
-	defer asking.Wait() // for a moment: ctx is done by then
+	defer asking.Wait() // short: ctx is done by then
 	ctx, cancel := context.WithDeadline(context.Background(), p.Deadline())
 	defer cancel()
 	for w := NewWait(time.Now(), p); ; {
-		// Looked at on every turn, so that a state which was entered while a coordinator answered
-		// is not missed.
+		// On every turn, so that a state that was entered while a coordinator answered is not
+		// missed.
 		w.Look(time.Now(), local.Reading())
 		switch {
 		case w.Over:
@@ -407,15 +408,16 @@ func (s *Server) barrier(p nodepods.Pod) (outcome, string) {
 	}
 }
 
-// Run holds the agent up while hooks wait, for grace at most once ctx is done, and then answers
-// what is left. Hooks that come meanwhile are served: refused, they would end at once.
+// Run keeps the agent running while hooks wait, for at most grace after ctx is done, and then
+// answers the remaining ones. Until then new hooks are still accepted: a refused hook ends
+// immediately, and its pod stops.
 func (s *Server) Run(ctx context.Context, grace time.Duration) error {
 	<-ctx.Done()
 	timer := time.NewTimer(grace)
 	defer timer.Stop()
 	ticker := time.NewTicker(50 * time.Millisecond)
 	defer ticker.Stop()
-	<-time.After(min(grace, listen.LookEvery)) // somebody may have connected, and not asked yet
+	<-time.After(min(grace, listen.LookEvery)) // a hook may have connected, but not sent its request yet
 	for over := false; !over && s.count() > 0; {
 		select {
 		case <-timer.C:

@@ -13,16 +13,17 @@ type outcome string
 const (
 	// outBound: the bound came before an answer.
 	outBound outcome = "Bound"
-	// outLocal: no coordinator could be asked; this node's kernel alone has let go. Uncovered.
+	// outLocal: no coordinator could be asked. Only this node's kernel has stopped routing.
+	// Uncovered.
 	outLocal outcome = "Local"
-	// outRestart: not the pod is stopped, but a container of it, or its node. Directed gateways
-	// were told.
+	// outRestart: only a container of the pod is stopped, or the node. Directed gateways have
+	// excluded the pod.
 	outRestart outcome = "Restart"
 	// outGone: the pod does not exist any more.
 	outGone outcome = "Gone"
-	// outNoTime: the deletion leaves no more than the application's own grace. Uncovered.
+	// outNoTime: the deletion's grace period is not longer than the application's own. Uncovered.
 	outNoTime outcome = "NoTime"
-	// outNoTargets: the pod has no address that could be watched. Uncovered.
+	// outNoTargets: the pod has no address to watch. Uncovered.
 	outNoTargets outcome = "NoTargets"
 	// outStopping: this agent had to stop. Uncovered.
 	outStopping outcome = "Stopping"
@@ -34,7 +35,7 @@ const (
 	outTooMany outcome = "TooMany"
 )
 
-// outcomes lists what the metric begins with.
+// outcomes lists the values for which the metric is initialized.
 var outcomes = []outcome{
 	outBound, outLocal, outRestart, outGone, outNoTime, outNoTargets, outStopping, outUnknown, outForeign, outTooMany,
 	outcome(drain.Acknowledged.String()), outcome(drain.IdleBound.String()), outcome(drain.Deadline.String()),
@@ -43,7 +44,7 @@ var outcomes = []outcome{
 	outcome(drain.PodDeleted.String()), outcome(drain.Uncovered.String()), outcome(drain.NotEnforced.String()),
 }
 
-// metrics are those of hooks.
+// metrics are the metrics of hooks.
 type metrics struct {
 	waits   *prometheus.CounterVec
 	waiting prometheus.Gauge
@@ -54,7 +55,7 @@ func newMetrics(r prometheus.Registerer) *metrics {
 	m := &metrics{
 		waits: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "lameduck_barrier_waits_total",
-			Help: "Waits of hooks that ended, by outcome. Repeats and several containers of one pod at one time are " +
+			Help: "Waits of hooks that ended, by outcome. Repeats and simultaneous hooks of one pod's containers are " +
 				"one.",
 		}, []string{"outcome"}),
 		waiting: prometheus.NewGauge(prometheus.GaugeOpts{Name: "lameduck_barrier_waiting",

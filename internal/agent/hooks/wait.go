@@ -14,44 +14,43 @@ import (
 const (
 	// askAgain is how soon coordinators are tried again when there was none.
 	askAgain = 250 * time.Millisecond
-	// localIdle is how long this node's kernel, when no coordinator can be asked, is waited for to
-	// be Idle once it is Removed.
+	// localIdle is how long to wait for Idle after Removed in this node's kernel when no
+	// coordinator can be asked.
 	localIdle = 10 * time.Second
-	// localKept is how long after the deletion this node's kernel, when no coordinator can be
-	// asked, is taken at its word that it has nowhere else to send to, or cannot be read: until
-	// then it may only be late.
+	// localKept is how long after the deletion, when no coordinator can be asked, the pod may stop
+	// although this node's kernel has no other endpoint, or cannot be read. Until then the kernel
+	// may only be late.
 	localKept = 2 * time.Second
-	// countedFresh is how old the last count of connections may be when a coordinator lets a pod
-	// go, countedLate how long another one is waited for.
+	// countedFresh is how old the last count of connections may be when a coordinator releases a
+	// pod, countedLate how long to wait for a new count.
 	countedFresh = time.Second
 	countedLate  = 500 * time.Millisecond
-	// answerMargin is how much earlier than the hook must end a coordinator has to answer, so that
-	// it can still say whom it waited for.
+	// answerMargin is how much earlier than the end of the hook a coordinator has to answer, so
+	// that it can still name the agents that it waited for.
 	answerMargin = 250 * time.Millisecond
 )
 
-// Wait is the wait of the hooks of a deleted pod as steps: for a coordinator, and for this node's
-// kernel as long as no coordinator can be asked. It has no goroutine, timer or clock. Its caller
-// calls [Wait.Look] again and again, and carries out what that leaves in it.
+// Wait is the wait of the hooks of a deleted pod, as steps: for a coordinator or, while none can be
+// asked, for this node's kernel. It has no goroutine, timer or clock. Its caller calls [Wait.Look]
+// repeatedly, and carries out what the fields ask for.
 type Wait struct {
-	// Over says that the hooks are to be answered, with Outcome. If not, Wake is when to look
-	// again, unless the kernel or an answer changes something before.
+	// Over: answer the hooks, with Outcome. Otherwise Wake is when to look again, unless the kernel
+	// or an answer changes something before.
 	Over bool
 	Wake time.Time
-	// Ask is what a coordinator is to be asked now. Nil: nothing. Each time, [Wait.Answered] is
-	// due.
+	// Ask is the request to send to a coordinator now, nil if there is none. The caller passes the
+	// answer to [Wait.Answered].
 	Ask *wire.BarrierRequest
-	// Count says that connections are to be counted again.
+	// Count: count the connections again.
 	Count bool
 
 	pod     nodepods.Pod
 	outcome outcome
 	detail  string
-	// asked says that a coordinator is being asked, or has answered. If not, one is to be asked at
-	// askAt.
+	// asked: a coordinator is being asked, or has answered. Otherwise one is to be asked at askAt.
 	asked bool
 	askAt time.Time
-	// alone says that no coordinator could be asked, trouble why.
+	// alone: no coordinator could be asked, because of trouble.
 	alone   bool
 	trouble string
 	// passed is the answer of a coordinator at passedAt. removedAt is since when the kernel has
@@ -72,12 +71,12 @@ func NewWait(now time.Time, p nodepods.Pod) *Wait {
 	return w
 }
 
-// Outcome is how the wait has ended.
+// Outcome returns how the wait has ended.
 func (w *Wait) Outcome() string { return string(w.outcome) }
 
 func (w *Wait) end(why outcome, detail string) { w.Over, w.outcome, w.detail = true, why, detail }
 
-// Look takes in what the kernel does. It changes nothing once the wait is over.
+// Look records the state of the kernel. It changes nothing once the wait is over.
 func (w *Wait) Look(now time.Time, is gateway.Reading) {
 	if w.Over {
 		return
@@ -123,8 +122,8 @@ func (w *Wait) Look(now time.Time, is gateway.Reading) {
 			ElapsedMillis: now.Sub(w.pod.Seen).Milliseconds(), SeesQuiet: true,
 		}
 	}
-	// While a coordinator is being asked, its answer wakes. A count wakes only if it changes the
-	// state.
+	// While a coordinator is being asked, its answer wakes the caller. A count does so only if it
+	// changes the state.
 	pause := askAgain
 	switch {
 	case passed && !w.statedOver(now, is):
@@ -138,7 +137,7 @@ func (w *Wait) Look(now time.Time, is gateway.Reading) {
 	}
 }
 
-// Answered takes in what a coordinator answers, which has let the pod go, or why none does.
+// Answered records the answer of a coordinator, which has released the pod, or why there is none.
 func (w *Wait) Answered(now time.Time, passed wire.BarrierStatus, err error) {
 	if err == nil {
 		w.passed, w.passedAt, w.alone = passed, now, false
@@ -147,10 +146,10 @@ func (w *Wait) Answered(now time.Time, passed wire.BarrierStatus, err error) {
 	w.alone, w.trouble, w.asked, w.askAt = true, err.Error(), false, now.Add(askAgain)
 }
 
-// mayStop reports whether a pod may be told to stop, and with which outcome, that a coordinator has
-// let go. The kernel of the pod's own node sees every connection to it: also those that
-// came since that agent last reported Idle, from nodes that are not asked or by a load balancer,
-// and those that the pod or one of its Services wants waited for.
+// mayStop reports whether a pod that a coordinator has released may be told to stop, and with which
+// outcome. The kernel of the pod's own node sees every connection to the pod: also those that came
+// after that agent last reported Idle, from nodes that are not asked or by a load balancer, and
+// those for which the pod or one of its Services asks to wait.
 func (w *Wait) mayStop(now time.Time, is gateway.Reading) (outcome, bool) {
 	why := outcome(w.passed.Reason)
 	acknowledged := w.passed.Reason == drain.Acknowledged.String()
@@ -170,7 +169,7 @@ func (w *Wait) mayStop(now time.Time, is gateway.Reading) (outcome, bool) {
 }
 
 // statedOver reports whether the wait that a Service states with "at most" is over: its time has
-// passed, or the last counts have shown that no connection is open and none comes.
+// passed, or the last counts have shown that no connection is open and none was opened.
 func (w *Wait) statedOver(now time.Time, is gateway.Reading) bool {
 	quiet := time.Duration(w.passed.QuietMillis) * time.Millisecond
 	return now.Sub(w.pod.Seen) >= time.Duration(w.passed.AtMostMillis)*time.Millisecond ||

@@ -1,22 +1,22 @@
-// Package journal keeps an agent's exclusions in a file, so that an agent which dies does not route
-// again to a pod that it has promised not to route to.
+// Package journal stores an agent's exclusions in a file, so that an agent that crashes does not
+// route again to a pod that it has acknowledged. Package exclusion writes it and, at the start of
+// the next process, reads it.
 //
-// The rule is write-ahead: an exclusion is in the file before the gateway is told of it and before
-// a coordinator is told that it holds. Callers get that from [Journal.Sync], which they call before
-// they touch the gateway, and from [Journal.Settled], which they ask before they report. One write
-// has all that is new, so a hundred exclusions that come at once cost a few. Renewals of expiries,
-// and what ends an exclusion, are written within a second. If the agent dies before, that is as if
-// the coordinator's last heartbeats had been lost.
+// The rule is write-ahead: an exclusion is in the file before the gateway applies it, and before
+// the agent acknowledges it. For that, callers call [Journal.Sync] before they change the gateway,
+// and [Journal.Settled] before they report. One write contains all changes, so a hundred
+// simultaneous exclusions need only a few writes. Renewals, and the ends of exclusions, are written
+// within a second. A crash before that has the same effect as the loss of the coordinator's last
+// heartbeats.
 //
-// The whole journal is one file, written whole beside the old one and renamed. It outlives every
-// death of the process, and that is all it is for. It is not synced to the disk: a machine that
-// goes down takes the gateway and the agent's sessions with it. So the file says in which boot of
-// the machine it was written, and its times are counted in that. A file of another boot is not
-// read.
+// The journal is one file, which is written completely under another name and then renamed. It only
+// has to survive the death of the process. It is not synced to the disk, because a machine that
+// goes down takes the gateway and the agent's sessions with it. So the file names the boot of the
+// machine in which it was written, its times count within that boot, and a file of another boot is
+// ignored.
 //
-// A file system that is full, read-only, gone or stuck stops nothing: availability comes first.
-// Sync and Settled wait for the attempt that fails, or for a second, and no longer; [Journal.Err]
-// says what is wrong, and each later write tries again. The price is that of an agent without a
-// journal: what it is asked to take out meanwhile is forgotten if it dies, until a coordinator
-// tells it again.
+// A file system that is full, read-only, missing or stuck blocks nothing, because availability
+// comes first. Sync and Settled wait until the attempt fails, or for a second. [Journal.Err]
+// returns the error, and each later write tries again. In the meantime the agent is as safe as one
+// without a journal: if it crashes, it forgets its exclusions until a coordinator repeats them.
 package journal

@@ -20,27 +20,27 @@ import (
 const (
 	fileName = "exclusions.json"
 	lockName = "exclusions.lock"
-	// newSuffix is on the file that is being written, asideSuffix on the last one that could not be
-	// read.
+	// newSuffix is the suffix of the file that is being written, asideSuffix that of the last file
+	// that could not be read.
 	newSuffix   = ".new"
 	asideSuffix = ".unreadable"
 
-	// version is that of the file. It grows only when an older agent could not read what a newer
-	// one writes; fields may be added without.
+	// version is the version of the file. It grows only when an older agent could not read what a
+	// newer one writes; fields may be added without that.
 	version = 2
-	// maxFile bounds what is read, in bytes. 10,000 dead pods are about 1 MiB.
+	// maxFile bounds the file that is read, in bytes. 10,000 deleted pods take about 1 MiB.
 	maxFile = 64 << 20
-	// lockTimeout is how long Open waits for another agent to let go: one that is dying holds the
-	// lock until it is dead.
+	// lockTimeout is how long Open waits for another agent's lock: an agent that is ending has it
+	// until its process has ended.
 	lockTimeout = 5 * time.Second
 )
 
 var (
-	// errCorrupt: it is not a whole file of ours.
+	// errCorrupt: it is not a complete journal.
 	errCorrupt = errors.New("corrupt")
 	// errVersion: another version of the agent has written it.
 	errVersion = errors.New("of a version that this agent does not know")
-	// errBoot: the machine was booted since, and what is in the file is over.
+	// errBoot: the machine was booted since, so that the file has no meaning any more.
 	errBoot = errors.New("written before the machine was booted")
 )
 
@@ -53,12 +53,11 @@ type Stamp struct {
 // wall is the time by the wall clock, where no boot has a name.
 func wall() Stamp { return Stamp{At: time.Duration(time.Now().UnixNano())} }
 
-// content is the file. What it says of times is how long ago they were when it was written, or how
-// long from then.
+// content is the file. Its times are relative to the moment at which it was written.
 type content struct {
 	Version int   `json:"lameduckExclusions"`
 	Written Stamp `json:"written"`
-	// Expiries says in how long each holder's ends.
+	// Expiries is in how long each holder's expiry ends.
 	Expiries   map[string]time.Duration `json:"expiries"`
 	Exclusions []line                   `json:"exclusions"`
 }
@@ -67,7 +66,7 @@ type line struct {
 	drain.Pod
 	Since   time.Time `json:"since,omitzero"`
 	Holders []string  `json:"holders,omitempty"`
-	// Terminating is how long ago the pod was first said to be dead. Nil: it lives.
+	// Terminating is how long ago the pod was first seen terminating or deleted. Nil: it was not.
 	Terminating *time.Duration `json:"terminating,omitempty"`
 }
 
@@ -94,8 +93,8 @@ func (c content) encode() ([]byte, error) {
 	return append(data, '\n'), err
 }
 
-// decode takes over a file, as of now, the moment at. The error is errCorrupt, errVersion or
-// errBoot, and nothing is taken over then.
+// decode replaces the journal's content by that of a file, as of now, which is at. With an error,
+// errCorrupt, errVersion or errBoot, nothing is replaced.
 func (j *Journal) decode(data []byte, now time.Time, at Stamp) error {
 	var c content
 	switch err := json.Unmarshal(data, &c); {
@@ -153,8 +152,8 @@ func (d folder) Read() ([]byte, error) {
 	return data, err
 }
 
-// lock takes the lock that ends with the process, however that ends. On a disk that is read-only
-// the file must be there already.
+// lock takes a lock that ends with the process, however it ends. On a read-only disk the file must
+// already exist.
 func lock(ctx context.Context, path string) (*os.File, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|os.O_CREATE, 0o600)
 	if err != nil {

@@ -18,58 +18,59 @@ import (
 )
 
 const (
-	// SyncTimeout is how long a caller waits for one write: long for a disk, short against a
+	// SyncTimeout is how long a caller waits for one write: long for a disk, short compared to a
 	// drain's deadline.
 	SyncTimeout = time.Second
-	// writeEvery is how often that is written for which no caller waits, and what could not be.
+	// writeEvery is how often changes are written for which no caller waits, or that could not be
+	// written.
 	writeEvery = time.Second
-	// maxTerminating bounds how many dead pods are kept that are not excluded. A cluster that
-	// deletes more of them in drain.Times.Memory forgets the oldest here; its EndpointSlices have
-	// had the time to say so themselves.
+	// maxTerminating bounds how many deleted pods without an exclusion are stored. If a cluster
+	// deletes more of them within drain.Times.Memory, the oldest are dropped. By then
+	// EndpointSlices no longer list them.
 	maxTerminating = 10_000
 )
 
-// terminatingMemory is how long a dead pod is kept: as long as the ledger remembers it.
+// terminatingMemory is how long a deleted pod is stored: as long as the ledger remembers it.
 var terminatingMemory = drain.DefaultTimes().Memory
 
-// ErrLocked says that another agent uses the directory.
+// ErrLocked means that another agent uses the directory.
 var ErrLocked = errors.New("another agent uses it")
 
-// errStuck says that a write does not come to an end.
+// errStuck means that a write does not end.
 var errStuck = fmt.Errorf("a write has not ended within %s", SyncTimeout)
 
-// Disk is where a journal is kept.
+// Disk is where a journal is stored.
 type Disk interface {
-	// Read returns what is there. The error is [fs.ErrNotExist] if nothing is.
+	// Read returns the stored data. The error is [fs.ErrNotExist] if there is none.
 	Read() ([]byte, error)
-	// SetAside keeps what cannot be read under another name.
+	// SetAside renames data that cannot be read.
 	SetAside() error
-	// Replace puts data in the place of what is there, whole or not at all.
+	// Replace replaces the stored data atomically.
 	Replace(data []byte) error
 }
 
-// Exclusion is what the journal knows of one.
+// Exclusion is an exclusion, or a terminating pod, in the journal.
 type Exclusion struct {
 	Pod drain.Pod
-	// Since is the oldest start that any holder gave for the drain. The zero time: only that the
-	// pod is dead was ever said.
+	// Since is the oldest start of the drain that any holder gave. The zero time: the pod was only
+	// recorded as terminating.
 	Since time.Time
-	// Expiries says until when each holder's expiry stands. After Open that may be over: ending it
-	// is for the caller, whose rules want more than time.
+	// Expiries is when each holder's part expires. After Open this may be in the past: the caller
+	// ends such exclusions, because that takes more than time.
 	Expiries map[string]time.Time
 	// Terminating reports whether the pod was seen terminating or deleted.
 	Terminating bool
 }
 
-// exclusion is what is kept of one. Neither dead nor held: there is none.
+// exclusion exists only for a pod that is terminating or has a holder.
 type exclusion struct {
 	pod     drain.Pod
 	since   time.Time
 	holders map[string]bool
-	// terminatingAt is when the pod was first said to be dead. The zero time: it lives.
+	// terminatingAt is when the pod was first recorded as terminating. The zero time: it was not.
 	terminatingAt time.Time
-	// added is the version in which a holder was last added: what must be in the file before the
-	// gateway is touched.
+	// added is the version in which a holder was last added. It must be in the file before the
+	// gateway is changed.
 	added uint64
 }
 
@@ -89,19 +90,19 @@ type Journal struct {
 
 	mu    sync.Mutex
 	byUID map[drain.UID]*exclusion
-	// expiries says until when each holder's exclusions stand: every renewal is of all.
+	// expiries is when each holder's exclusions expire: a renewal renews all of them.
 	expiries map[string]time.Time
-	// version counts the changes, tried is the one that the last attempt to write was about, and
-	// written the one that is in the file.
+	// version counts the changes. tried is the version of the last attempt to write, written the
+	// version in the file.
 	version, tried, written uint64
-	// began is when the attempt that runs began. The zero time: none runs.
+	// began is when the running attempt to write began. The zero time: none runs.
 	began time.Time
 	err   error
 }
 
-// Open reads the journal in dir, which must exist, and keeps other agents away from it until Close.
-// An empty dir means that the journal is in memory only. The error is ErrLocked, or ctx's; whatever
-// else is wrong with the directory is said in log and by Err, and stops nothing.
+// Open reads the journal in dir, which must exist, and locks it until Close. With an empty dir the
+// journal is in memory only. The error is ErrLocked, or ctx's. Any other problem with the directory
+// is logged and returned by Err, and blocks nothing.
 func Open(ctx context.Context, dir string, wrote func(error), log *slog.Logger) (*Journal, error) {
 	if dir == "" {
 		return On(nil, time.Now(), Stamp{}, nil, log), nil
@@ -112,7 +113,7 @@ func Open(ctx context.Context, dir string, wrote func(error), log *slog.Logger) 
 		if errors.Is(err, ErrLocked) || ctx.Err() != nil {
 			return nil, fmt.Errorf("journal in %s: %w", dir, err)
 		}
-		log.Warn("journal cannot be locked: nothing keeps another agent away from it", "error", err)
+		log.Warn("journal cannot be locked: another agent could use it too", "error", err)
 	}
 	j := On(folder(dir), time.Now(), stampNow(), wrote, log)
 	j.lock = held
@@ -144,18 +145,18 @@ func On(disk Disk, now time.Time, at Stamp, wrote func(error), log *slog.Logger)
 		log.Error("journal cannot be read: starting without the exclusions in it", "error", err, "setAside",
 			aside == nil)
 	}
-	j.changed(true) // the first write shows at once whether there is a disk that takes one
+	j.changed(true) // the first write shows immediately whether the disk is writable
 	return j
 }
 
-// Close lets other agents use the directory. Call it after Run has returned.
+// Close unlocks the directory. Call it after Run has returned.
 func (j *Journal) Close() {
-	if j.lock != nil && j.writing.TryLock() { // a write that is stuck keeps it to the end of the process
+	if j.lock != nil && j.writing.TryLock() { // a write that is stuck keeps the lock until the process ends
 		_ = j.lock.Close()
 	}
 }
 
-// Exclusions lists all that the journal holds, sorted by UID.
+// Exclusions returns the content of the journal, sorted by UID.
 func (j *Journal) Exclusions() []Exclusion {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -224,8 +225,8 @@ func (j *Journal) Readmit(uid drain.UID, holder string) {
 	}
 }
 
-// Terminate records that the pod is terminating or gone. It is remembered for drain.Times.Memory,
-// expiries or not.
+// Terminate records that the pod is terminating or deleted. The journal keeps that for
+// drain.Times.Memory, with or without a holder.
 func (j *Journal) Terminate(now time.Time, uid drain.UID) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -240,8 +241,9 @@ func (j *Journal) Terminate(now time.Time, uid drain.UID) {
 	}
 }
 
-// Lapse ends every expiry that is over at now, and returns the UIDs of living pods whose last one
-// ended, sorted. It forgets the dead in time, and is to be called each few seconds.
+// Lapse ends every holder's part that has expired at now, and returns the UIDs of the pods, other
+// than terminating ones, that have no holder any more, sorted. It also forgets old terminating
+// pods. Call it every few seconds.
 func (j *Journal) Lapse(now time.Time) []drain.UID {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -259,7 +261,7 @@ func (j *Journal) Lapse(now time.Time) []drain.UID {
 	return uids
 }
 
-// Expired lists the UIDs that Lapse would return, and changes nothing.
+// Expired returns the UIDs that Lapse would return, and changes nothing.
 func (j *Journal) Expired(now time.Time) []drain.UID {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -286,7 +288,8 @@ func (j *Journal) forgetIfEmpty(uid drain.UID, s *exclusion) {
 	}
 }
 
-// prune forgets the dead whose time is up, of too many the oldest, and who holds nothing any more.
+// prune forgets terminating pods that are old or, the oldest first, too many, and holders without
+// exclusions.
 func (j *Journal) prune(now time.Time) {
 	var dead []*exclusion
 	holding := map[string]bool{}
@@ -307,8 +310,8 @@ func (j *Journal) prune(now time.Time) {
 	}
 }
 
-// changed, called with the lock, notes that the file must follow: at once if that is urgent, and
-// otherwise within writeEvery.
+// changed, called with the lock, records that the file must be written: immediately if that is
+// urgent, and otherwise within writeEvery.
 func (j *Journal) changed(urgent bool) {
 	j.version++
 	if urgent {
@@ -319,8 +322,7 @@ func (j *Journal) changed(urgent bool) {
 	}
 }
 
-// Settled reports whether the exclusion of uid is in the file, or will not be for now: whether it
-// is as safe as it can be.
+// Settled reports whether the exclusion of uid is in the file, or cannot be written now.
 func (j *Journal) Settled(now time.Time, uid drain.UID) bool {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -328,8 +330,8 @@ func (j *Journal) Settled(now time.Time, uid drain.UID) bool {
 	return s == nil || j.disk == nil || j.tried >= s.added || j.stuck(now)
 }
 
-// Err says what is wrong with the file: why the last attempt to write failed, or the reading of
-// what an earlier agent left. Nil: nothing is.
+// Err returns why the last attempt to write the file, or to read it at the start, failed. Nil: it
+// did not.
 func (j *Journal) Err() error {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -355,12 +357,13 @@ func (j *Journal) Run(ctx context.Context) error {
 			_ = j.Sync()
 			return nil
 		}
-		_ = j.Sync() // Err says it
+		_ = j.Sync() // Err returns it
 	}
 }
 
-// Sync brings to the file what is not there yet. An error says that it is not there, and that the
-// caller should go on without. It takes SyncTimeout at most, and where a write is stuck no time.
+// Sync writes all changes to the file. If it returns an error, they are not in the file, and the
+// caller should continue without. It takes at most SyncTimeout, and returns immediately while a
+// write is stuck.
 func (j *Journal) Sync() error {
 	j.mu.Lock()
 	stuck, clean := j.stuck(time.Now()), j.written == j.version
@@ -381,13 +384,13 @@ func (j *Journal) Sync() error {
 	}
 }
 
-// Write is Sync without a bound. clock returns what moment it is.
+// Write is Sync without a time limit. clock returns the present time and its stamp.
 func (j *Journal) Write(clock func() (now time.Time, at Stamp)) error {
 	wrote, failing, err := j.write(clock)
-	// A log that is slow delays no exclusion.
+	// Logged without the lock: a slow log delays no exclusion.
 	switch {
 	case err != nil && (failing == nil || failing.Error() != err.Error()):
-		j.log.Error("journal cannot be written: going on without; exclusions are forgotten if the agent dies",
+		j.log.Error("journal cannot be written: exclusions are lost if the agent crashes",
 			"error", err)
 	case wrote && err == nil && failing != nil:
 		j.log.Info("journal is written again")
@@ -398,7 +401,7 @@ func (j *Journal) Write(clock func() (now time.Time, at Stamp)) error {
 	return err
 }
 
-// write returns whether something was to be written, and how the attempt before ended.
+// write returns whether there was something to write, and the error of the attempt before.
 func (j *Journal) write(clock func() (now time.Time, at Stamp)) (wrote bool, failing, err error) {
 	j.writing.Lock()
 	defer j.writing.Unlock()

@@ -1,4 +1,5 @@
-// Package kinds is the registry of the kinds of gateways that an agent knows.
+// Package kinds is the registry of the kinds of gateways that an agent supports. The kinds
+// themselves are the packages below pkg/gateway; a new kind is one line here.
 package kinds
 
 import (
@@ -26,7 +27,7 @@ type Gateway struct {
 	APISIX    *apisix.Config    `json:"apisix,omitempty"`
 }
 
-// Kind returns the kind that is given, and its key.
+// Kind returns the kind that is set, and its key.
 func (g Gateway) Kind() (key string, kind gateway.Kind, err error) {
 	fields := reflect.ValueOf(g)
 	var known []string

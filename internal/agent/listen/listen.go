@@ -1,4 +1,6 @@
-// Package listen listens at addresses of a node that another agent may have.
+// Package listen opens the listeners of a node agent while the agent that it replaces may still
+// have the same addresses. An update starts the new agent before it stops the old one, and between
+// the two no hook may be refused.
 package listen
 
 import (
@@ -21,32 +23,31 @@ import (
 	"github.com/lameduck-io/lameduck/internal/serve"
 )
 
-// tryEvery is how often an address is tried that another agent has: for so long hooks are refused
-// if the other does not share it.
+// tryEvery is how often listening is retried while another agent has the address. If that agent
+// does not share it, hooks are refused for that long.
 const tryEvery = 5 * time.Millisecond
 
-// Address is an address of the node that the agent before this one may still have. A new agent is
-// started before the old one is stopped, and from the first moment of the one to the last of the
-// other somebody must listen: a hook that is refused ends at once, and its pod is stopped under its
-// clients.
+// Address is an address of the node that the agent before this one may still have. A new agent
+// starts before the old one stops, and one of them must listen at every moment: a hook that is
+// refused ends immediately, and its pod stops while clients still use it.
 type Address struct {
 	// Address is host:port.
 	Address string
-	// Shared: both may have it, and the kernel gives each connection to one of them. Else it is
-	// taken over when the other is gone.
+	// Shared: both may listen, and the kernel gives each connection to one of them. Otherwise this
+	// agent listens when the other has ended.
 	Shared bool
 	// Ready reports whether this agent can answer as well as the other.
 	Ready func() bool
-	// Got is called when this agent listens. May be nil.
+	// Got is called once this agent listens. May be nil.
 	Got func()
-	// Leave is closed when this agent is told to stop: if another one listens, what comes from then
-	// on is for that. Nil: never.
+	// Leave is closed when this agent is told to stop. If another one listens, it takes the
+	// connections from then on. Nil: never.
 	Leave <-chan struct{}
 	Log   *slog.Logger
 }
 
-// Task returns server as a task, which begins when the address is to be had. If nobody else has it,
-// that is now, and an address that cannot be listened on is an error.
+// Task returns server as a task that begins when the address is available. If no other agent has
+// it, that is now, and a failure to listen is an error.
 func (b Address) Task(server serve.Server) (serve.Task, error) {
 	listener, err := b.alone()
 	switch {
@@ -65,15 +66,15 @@ func (b Address) Task(server serve.Server) (serve.Task, error) {
 		if err != nil || listener == nil {
 			return err
 		}
-		b.Log.Info("the address is ours too", "address", b.Address, "shared", b.Shared)
+		b.Log.Info("listening on shared address", "address", b.Address, "shared", b.Shared)
 		b.tell()
 		server.Listener = listener
 		return b.run(ctx, server)
 	}}, nil
 }
 
-// run serves until ctx is done or, if another listens, until this agent is told to stop. What runs
-// then has the server's grace to end.
+// run serves until ctx is done or, if another agent listens, until this one is told to stop.
+// Running requests then have the server's grace to end.
 func (b Address) run(ctx context.Context, server serve.Server) error {
 	ctx, cancel := context.WithCancel(ctx)
 	claim := make(chan io.Closer, 1)
@@ -94,12 +95,12 @@ func (b Address) run(ctx context.Context, server serve.Server) error {
 	return err
 }
 
-// LookEvery is how often an agent that ends looks whether another one listens.
+// LookEvery is how often an agent that is ending checks whether another one listens.
 const LookEvery = 200 * time.Millisecond
 
-// hand waits until another agent listens at the address, or ctx is done. Of two that are told to
-// stop at one time the second stays: who leaves has a claim, which it is to keep for as long as it
-// runs. Nil: ctx is done.
+// hand waits until another agent listens at the address, or ctx is done. If two agents are told to
+// stop at the same time, the second one stays: an agent that leaves takes a claim and keeps it
+// until its process ends. hand returns nil if ctx is done.
 func (b Address) hand(ctx context.Context, address net.Addr) (claim io.Closer) {
 	at, err := netip.ParseAddrPort(address.String())
 	if err != nil {
@@ -111,17 +112,17 @@ func (b Address) hand(ctx context.Context, address net.Addr) (claim io.Closer) {
 	for said := false; ; {
 		many, err := listeners(at)
 		if err != nil && !said {
-			b.Log.Warn("hooks are taken to the end, also those that another agent could take", "address", b.Address,
+			b.Log.Warn("look for another agent: this one answers hooks until it ends", "address", b.Address,
 				"error", err)
 			said = true
 		}
 		if many > 1 {
-			// A name of this network namespace, without a file, which goes with the process.
+			// An abstract socket: no file, and the kernel removes it with the process.
 			claim, err := net.Listen("unix", "@lameduck/leaves/"+at.String())
 			if err == nil {
-				// The other one may have left between the look and the claim.
+				// The other one may have left between the check and the claim.
 				if many, err = listeners(at); err == nil && many > 1 {
-					b.Log.Info("another agent takes the hooks that come now", "address", b.Address)
+					b.Log.Info("another agent listens: new hooks go to it", "address", b.Address)
 					return claim
 				}
 				claim.Close()
@@ -135,7 +136,7 @@ func (b Address) hand(ctx context.Context, address net.Addr) (claim io.Closer) {
 	}
 }
 
-// listeners is how many sockets of this process's network namespace listen on an address.
+// listeners counts the sockets of this process's network namespace that listen on an address.
 func listeners(at netip.AddrPort) (int, error) {
 	file, addr := "tcp", at.Addr().Unmap().AsSlice()
 	if len(addr) == net.IPv6len {
@@ -145,15 +146,15 @@ func listeners(at netip.AddrPort) (int, error) {
 	if err != nil {
 		return 0, err
 	}
-	// As tcp4_seq_show and tcp6_seq_show in the kernel write it: words of 32 bits, as this computer
-	// has them.
+	// The format of tcp4_seq_show and tcp6_seq_show in the kernel: words of 32 bits in the byte
+	// order of this machine.
 	var local strings.Builder
 	for word := range slices.Chunk(addr, 4) {
 		fmt.Fprintf(&local, "%08X", binary.NativeEndian.Uint32(word))
 	}
 	fmt.Fprintf(&local, ":%04X", at.Port())
 	const listen = "0A"         // TCP_LISTEN
-	inodes := map[string]bool{} // what changes while it is read may be told twice
+	inodes := map[string]bool{} // an entry that changes during the read may appear twice
 	for line := range strings.Lines(string(text)) {
 		if fields := strings.Fields(line); len(fields) > 9 && fields[1] == local.String() && fields[3] == listen {
 			inodes[fields[9]] = true
@@ -168,20 +169,20 @@ func (b Address) tell() {
 	}
 }
 
-// alone listens if nobody else does.
+// alone listens if no other process does.
 func (b Address) alone() (net.Listener, error) {
 	listener, err := net.Listen("tcp", b.Address)
 	if err != nil || !b.Shared {
 		return listener, err
 	}
-	// Only who asks to share before it binds is shared with. Nobody has connected yet: nobody has
-	// listened here before.
+	// The kernel shares an address only among sockets that asked for it before they were bound. So
+	// this listener is closed again, before any connection.
 	listener.Close()
 	return listenShared(b.Address)
 }
 
-// wait listens as soon as it can: beside the other when this agent is ready, and alone in any case.
-// It returns nil when ctx is done first.
+// wait listens as soon as it can: beside another agent only when this one is ready. It returns nil
+// when ctx is done first.
 func (b Address) wait(ctx context.Context) (net.Listener, error) {
 	ticker := time.NewTicker(tryEvery)
 	defer ticker.Stop()
@@ -201,12 +202,12 @@ func (b Address) wait(ctx context.Context) (net.Listener, error) {
 	}
 }
 
-// listenShared listens on an address beside those who do the same, as the same user.
+// listenShared listens on an address together with other processes of the same user.
 //
-// Known flaw: a connection that is in the queue of the other at the moment in which that closes it
-// is reset. Which of the two gets a connection a program in the kernel could say
-// (SO_ATTACH_REUSEPORT_CBPF), but not every kernel takes one: that on which this is tested says
-// EOPNOTSUPP. Handing the one socket over would end it.
+// Known flaw: when one process closes its listener, connections in its queue are reset. A program
+// in the kernel could choose which process gets a connection (SO_ATTACH_REUSEPORT_CBPF), but not
+// every kernel accepts one: the one that this is tested on returns EOPNOTSUPP. Handing the socket
+// over would remove the flaw.
 func listenShared(address string) (net.Listener, error) {
 	config := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 		var err error

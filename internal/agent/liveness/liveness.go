@@ -1,5 +1,5 @@
-// Package liveness tells [serving.Health] what /livez and /healthz depend on: how far the gateway
-// follows, and the node.
+// Package liveness feeds [serving.Health], from which /livez and /healthz are answered: with the
+// progress of the gateway, and with the state of the agent's node.
 package liveness
 
 import (
@@ -23,9 +23,9 @@ import (
 // toBeDeleted is the taint that the cluster autoscaler puts on a node before it deletes it.
 const toBeDeleted = "ToBeDeletedByClusterAutoscaler"
 
-// Follow carries the gateway's progress to what /livez and /healthz say. A gateway that cannot be
-// read is behind with everything: it has died or is starting, and what it had been told is to be
-// told again. That is how HAProxy's death gets there.
+// Follow returns a function that records the gateway's progress in h. A gateway that cannot be read
+// is behind in everything: it has ended or is starting, and needs all its configuration again. So
+// the end of HAProxy shows in /livez and /healthz.
 func Follow(h *serving.Health) func(gateway.Progress) {
 	return func(p gateway.Progress) {
 		behind := map[serving.Family]bool{}
@@ -45,7 +45,7 @@ func Follow(h *serving.Health) func(gateway.Progress) {
 	}
 }
 
-// Queue records a change that may be of any family: an exclusion names a pod, not an address.
+// Queue records a change for every family: an exclusion names a pod, not an address.
 func Queue(h *serving.Health) {
 	now := time.Now()
 	for _, f := range serving.Families {
@@ -53,8 +53,8 @@ func Queue(h *serving.Health) {
 	}
 }
 
-// eligible says whether new traffic may come to a node, as kube-proxy decides it. gone says that
-// the API server has deleted it.
+// eligible reports whether a node may get new traffic, by kube-proxy's rules. gone: the node does
+// not exist any more.
 func eligible(node *corev1.Node, gone bool) bool {
 	if gone || !node.DeletionTimestamp.IsZero() {
 		return false
@@ -67,9 +67,9 @@ func eligible(node *corev1.Node, gone bool) bool {
 	return true
 }
 
-// WatchNode tells set whether the node of that name is eligible, until ctx is done. It says nothing
-// of a node that it has not seen, so that the node stays what it was last known to be: eligible at
-// first. Neither a missing right nor an API server that is away changes that.
+// WatchNode calls set with whether the node of that name is eligible, until ctx is done. It does
+// not call set before it has seen the node, so that the node keeps its last known state, at first
+// eligible. Neither a missing right nor an API server that is away changes that.
 func WatchNode(ctx context.Context, kube kubernetes.Interface, name string, set func(bool), log *slog.Logger) error {
 	last := true
 	w, err := watch.New(kube, watch.Options[*corev1.Node]{

@@ -1,4 +1,5 @@
-// Package metrics has the metrics of agents that are not of one part alone.
+// Package metrics has the metrics of agents that several parts of an agent share. Other parts
+// declare their own.
 package metrics
 
 import (
@@ -13,8 +14,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Directed are the metrics of an agent that directs a gateway. It observes the director, the probes
-// and the client.
+// Directed are the metrics of an agent that directs a gateway. It implements the observer
+// interfaces of the director, the probes and the client.
 type Directed struct {
 	operations *prometheus.CounterVec
 	applying   prometheus.Histogram
@@ -49,8 +50,7 @@ func NewDirected(r prometheus.Registerer, set *health.Set) *Directed {
 			"Batches and readings that the gateway did not carry out.", "call"),
 		unlearned: factory.NewCounter(prometheus.CounterOpts{
 			Name: "lameduck_agent_unlearned_starts_total",
-			Help: "Starts at which the gateway was programmed without every coordinator having said which drains " +
-				"are open.",
+			Help: "Starts at which the gateway was programmed before every coordinator had sent its open drains.",
 		}),
 		journal: counters("lameduck_agent_journal_writes_total", "Attempts to write the exclusions to disk, by result.",
 			"result"),
@@ -58,11 +58,11 @@ func NewDirected(r prometheus.Registerer, set *health.Set) *Directed {
 			"protocol", "outcome"),
 		flying: factory.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "lameduck_agent_probes_in_flight",
-			Help: "Probes by state: flying, and waiting for room.",
+			Help: "Probes by state: flying, and waiting for capacity.",
 		}, []string{"state"}),
 		full: factory.NewGauge(prometheus.GaugeOpts{
 			Name: "lameduck_agent_probes_overloaded",
-			Help: "1 while no more probes are begun because too many are in flight: verdicts come late.",
+			Help: "1 while no more probes are started because too many are in flight: verdicts are late.",
 		}),
 	}
 	r.MustRegister(targets{set})
@@ -102,15 +102,15 @@ func (m *Directed) Read(took time.Duration, err error) {
 	}
 }
 
-// Wrote is told of each attempt to write the journal.
+// Wrote counts an attempt to write the journal.
 func (m *Directed) Wrote(err error) { m.journal.WithLabelValues(result(err)).Inc() }
 
-// Failing registers whether the journal is in trouble.
+// Failing registers a gauge of whether the journal fails.
 func (m *Directed) Failing(r prometheus.Registerer, trouble func() error) {
 	r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "lameduck_agent_journal_failing",
-		Help: "1 while exclusions are not kept on disk, because it fails or hangs: they are forgotten if the agent " +
-			"dies. Also until the first write after a file that could not be read.",
+		Help: "1 while exclusions are not kept on disk, because it fails or hangs: they are lost if the agent " +
+			"crashes. Also until the first write after a file that could not be read.",
 	}, func() float64 {
 		if trouble() != nil {
 			return 1
@@ -127,7 +127,7 @@ func (m *Directed) Refusals(r prometheus.Registerer, count func() int) {
 	}, func() float64 { return float64(count()) }))
 }
 
-// Unlearned counts a start at which coordinators had not said which drains are open.
+// Unlearned counts a start without the list of open drains from coordinators.
 func (m *Directed) Unlearned() { m.unlearned.Inc() }
 
 // Finished implements probe.Observer.
@@ -147,7 +147,7 @@ func (m *Directed) InFlight(flying, waiting int, full bool) {
 
 func outcomeLabel(k health.OutcomeKind) string { return strings.ReplaceAll(k.String(), " ", "_") }
 
-// targets collects what the set holds when it is asked.
+// targets collects the counts of the set at each scrape.
 type targets struct{ set *health.Set }
 
 var (
@@ -229,7 +229,7 @@ func result(err error) string {
 	return "ok"
 }
 
-// Audits registers how often what an agent knows was compared with the data plane.
+// Audits registers how often the agent's state was compared with the data plane.
 func Audits(r prometheus.Registerer, audits func() gateway.Audits) {
 	for result, n := range map[string]func(gateway.Audits) uint64{
 		"same":      func(a gateway.Audits) uint64 { return a.Same },
@@ -238,13 +238,13 @@ func Audits(r prometheus.Registerer, audits func() gateway.Audits) {
 	} {
 		r.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
 			Name: "lameduck_agent_audits_total", ConstLabels: prometheus.Labels{"result": result},
-			Help: "Comparisons of what the agent knows of kube-proxy's rules with the kernel, by result. Corrected: " +
-				"they differed, and reports of before may have been wrong.",
+			Help: "Comparisons of the agent's view of kube-proxy's rules with the kernel, by result. Corrected: " +
+				"they differed, and earlier reports may have been wrong.",
 		}, func() float64 { return float64(n(audits())) }))
 	}
 }
 
-// PropagationBuckets are finer where a kernel is quick, and reach beyond a barrier's bound.
+// PropagationBuckets are fine for the times of a kernel, and reach beyond a barrier's bound.
 var PropagationBuckets = []float64{.005, .01, .025, .05, .1, .25, .5, .75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 30, 60}
 
 // NewPropagation registers the histogram of how long a gateway takes to stop routing to a pod.
@@ -255,7 +255,7 @@ func NewPropagation(r prometheus.Registerer, gateway, node string) *prometheus.H
 	}
 	h := prometheus.NewHistogramVec(prometheus.HistogramOpts{
 		Name: "lameduck_propagation_seconds",
-		Help: "Time from when a pod began to go until this gateway was Removed, and Idle: what a sleep before " +
+		Help: "Time from the start of a pod's deletion until this gateway was Removed, and Idle: what a sleep before " +
 			"SIGTERM would have to cover.",
 		Buckets: PropagationBuckets, ConstLabels: labels,
 	}, []string{"what"})

@@ -1,4 +1,5 @@
-// Package nodepods knows the pods of one node that have a barrier.
+// Package nodepods watches the pods of one node that have a barrier, and keeps what their hooks
+// need. Package hooks uses it.
 package nodepods
 
 import (
@@ -27,24 +28,24 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// boundDefault is the bound of a pod that does not say.
+// boundDefault is the bound of a pod that states none.
 const boundDefault = 30 * time.Second
 
 // MaxBound is the longest bound that a pod may have.
 const MaxBound = 10 * time.Minute
 
-// Pod is a pod of this node that has a barrier, as far as that needs it.
+// Pod is a pod of this node that has a barrier, with what the barrier needs.
 type Pod struct {
 	drain.Pod
 	// ID is the random id that its hooks name.
 	ID string
-	// Bound is how long its hooks may last, by its annotation. Grace is what its application is to
-	// have after them.
+	// Bound is how long its hooks may last, by its annotation. Grace is the time that its
+	// application has after them.
 	Bound, Grace time.Duration
 	// Since is when it was deleted, by the API server's clock, and Seen when this agent first saw
 	// that, by the node's clock. Zero: it was not deleted.
 	Since, Seen time.Time
-	// Allowed is the grace that the deletion gave.
+	// Allowed is the grace period of the deletion.
 	Allowed time.Duration
 	// Targets are its addresses.
 	Targets []netip.AddrPort
@@ -56,7 +57,7 @@ func (p Pod) Deadline() time.Time {
 	return p.Seen.Add(min(p.Bound, p.Allowed-p.Grace))
 }
 
-// Read reads what there is to know. ok is false if the pod has no barrier.
+// Read reads the barrier of a pod. ok is false if it has none.
 func Read(p *corev1.Pod) (n Pod, ok bool) {
 	n = Pod{
 		Pod: drain.Pod{Namespace: p.Namespace, Name: p.Name, UID: drain.UID(p.UID)},
@@ -87,7 +88,7 @@ func Read(p *corev1.Pod) (n Pod, ok bool) {
 			n.Targets = append(n.Targets, netip.AddrPortFrom(addr, 0))
 			continue
 		}
-		// The address is the node's: only the ports are the pod's.
+		// The address is the node's. Only the ports belong to the pod.
 		for _, c := range p.Spec.Containers {
 			for _, port := range c.Ports {
 				n.Targets = append(n.Targets, netip.AddrPortFrom(addr, uint16(port.ContainerPort)))
@@ -97,7 +98,7 @@ func Read(p *corev1.Pod) (n Pod, ok bool) {
 	return n, true
 }
 
-// Pods knows the pods of one node that have a barrier.
+// Pods are the pods of one node that have a barrier.
 type Pods struct {
 	left func(Pod)
 	log  *slog.Logger
@@ -107,12 +108,12 @@ type Pods struct {
 	owner  map[netip.Addr]map[types.UID]struct{}
 	known  map[types.UID]*corev1.Pod
 	listed bool
-	// changed is closed when something has.
+	// changed is closed, and replaced, when a pod has changed.
 	changed chan struct{}
 }
 
-// New returns an empty set of pods. left, which may be nil, is called for each pod that is gone, if
-// nobody on the node has its addresses.
+// New returns an empty set of pods. left, which may be nil, is called for each pod that has been
+// deleted, unless another pod on the node has its addresses.
 func New(left func(Pod), log *slog.Logger) *Pods {
 	return &Pods{
 		left: left, log: log, byID: map[string]map[types.UID]Pod{}, owner: map[netip.Addr]map[types.UID]struct{}{},
@@ -121,9 +122,9 @@ func New(left func(Pod), log *slog.Logger) *Pods {
 	}
 }
 
-// Find returns the pod with an id. Ids are random; of several pods which have one all the same,
-// somebody has copied it, and the one that is going is meant. changed is closed when there may be
-// another answer.
+// Find returns the pod with an id. Ids are random. If several pods have the same one, because a pod
+// was copied, Find prefers the one that is terminating. changed is closed when the answer may have
+// changed.
 func (n *Pods) Find(id string) (p Pod, ok bool, changed <-chan struct{}) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -152,7 +153,7 @@ func (n *Pods) Synced() bool {
 	return n.listed
 }
 
-// Set takes in a pod, or its end.
+// Set records a pod or, if gone, its end.
 func (n *Pods) Set(p *corev1.Pod, gone bool) {
 	n.mu.Lock()
 	was := n.known[p.UID]
@@ -181,7 +182,7 @@ func (n *Pods) Set(p *corev1.Pod, gone bool) {
 			switch {
 			case is.Since.IsZero():
 			case !former.Since.IsZero():
-				is.Seen = former.Seen // the clock began then
+				is.Seen = former.Seen // the clock started then
 			default:
 				is.Seen = time.Now()
 			}
@@ -199,7 +200,7 @@ func (n *Pods) Set(p *corev1.Pod, gone bool) {
 	}
 }
 
-// drop, called with the lock, forgets a pod as it was.
+// drop, called with the lock, forgets the former state of a pod.
 func (n *Pods) drop(p *corev1.Pod) {
 	delete(n.known, p.UID)
 	if of := n.byID[p.Annotations[keys.BarrierID]]; of != nil {
@@ -227,7 +228,7 @@ func (n *Pods) Owned(targets []netip.AddrPort) bool {
 	return slices.ContainsFunc(targets, func(t netip.AddrPort) bool { return len(n.owner[t.Addr()]) > 0 })
 }
 
-// Run watches the pods of node until ctx is done. Only what is needed of them is kept.
+// Run watches the pods of node until ctx is done. It keeps only the needed fields of them.
 func (n *Pods) Run(ctx context.Context, kube kubernetes.Interface, node string) error {
 	w, err := watch.New(kube, watch.Options[*corev1.Pod]{
 		Informer: func(f informers.SharedInformerFactory) toolscache.SharedIndexInformer {
@@ -263,7 +264,7 @@ func (n *Pods) Run(ctx context.Context, kube kubernetes.Interface, node string) 
 	return w.Run(ctx)
 }
 
-// lean keeps of a pod what its barrier needs.
+// lean returns a copy of a pod with only the fields that its barrier needs.
 func lean(p *corev1.Pod) *corev1.Pod {
 	slim := &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{

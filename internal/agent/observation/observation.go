@@ -1,4 +1,6 @@
-// Package observation observes, for coordinators, the pods that they wait for.
+// Package observation implements the watches of coordinators on an observed gateway: it reports
+// when the gateway has stopped routing to a pod, and deletes the conntrack entries of deleted pods.
+// The directed counterpart is package exclusion.
 package observation
 
 import (
@@ -19,21 +21,21 @@ import (
 )
 
 const (
-	// maxObserved bounds the pods that are observed at one time, over all coordinators.
+	// maxObserved bounds the pods that are observed simultaneously, for all coordinators together.
 	maxObserved = 10_000
-	// cleanBacklog bounds the pods whose connections wait to be forgotten, cleanLate how long one
-	// may have waited: later, its address may be another pod's.
+	// cleanBacklog bounds the pods whose conntrack entries wait to be deleted, cleanLate how long
+	// one may wait: later, another pod may have its address.
 	cleanBacklog = 1000
 	cleanLate    = 2 * time.Second
-	// cleanAgain is how soon it is looked again whether the kernel still sends to the address, and
-	// how long a pod waits for others that are deleted with it.
+	// cleanAgain is how soon to check again whether the kernel still sends to the address, and how
+	// long a pod waits so that it can be cleaned together with others.
 	cleanAgain = 200 * time.Millisecond
 	// afterwards is how long after its deadline a barrier is still reported.
 	afterwards = 2 * time.Second
 )
 
-// Pods are those for which coordinators want to know what an observed gateway does: it implements
-// [client.Watches]. Make it with New, then run it with Run.
+// Pods are the pods that coordinators want observed. It implements [client.Watches]. Make it with
+// New, then run it with Run.
 type Pods struct {
 	gateway     gateway.Observed
 	propagation *prometheus.HistogramVec
@@ -45,21 +47,21 @@ type Pods struct {
 
 	mu   sync.Mutex
 	pods map[drain.UID]*observation
-	// cleaning are pods that are gone, whose connections are to be forgotten.
+	// cleaning are deleted pods whose conntrack entries are to be deleted.
 	cleaning []cleanable
 }
 
-// observation is of one pod.
+// observation is the observation of one pod.
 type observation struct {
 	pod     drain.Pod
 	since   time.Time
 	targets []netip.AddrPort
-	// holders are the coordinators' lives that want it, each with its deadline.
+	// holders are the holders that want it, each with its deadline.
 	holders map[string]time.Time
 	watch   gateway.Watch
-	// removed and idle say that the time until then was written down.
+	// removed and idle: the time until that state was observed in the histogram.
 	removed, idle bool
-	// sent says that the kernel was seen to send to the pod.
+	// sent: the kernel was seen to send to the pod.
 	sent bool
 }
 
@@ -69,15 +71,15 @@ type cleanable struct {
 	at      time.Time
 }
 
-// New returns the pods, none yet, that g is observed for. changed is called when there may be
-// something to report, and must not block. propagation is told how long each took.
+// New returns an empty set of pods that are observed in g. changed is called when there may be
+// something to report, and must not block. propagation gets the time that each pod took.
 func New(g gateway.Observed, changed func(), propagation *prometheus.HistogramVec, r prometheus.Registerer,
 	log *slog.Logger) *Pods {
 	o := &Pods{
 		gateway: g, propagation: propagation, log: log, changed: changed,
 		cleaned: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "lameduck_agent_cleaned_total",
-			Help: "Pods that are gone whose connections were to be forgotten, by result. Skipped: the address may " +
+			Help: "Deleted pods whose conntrack entries were to be deleted, by result. Skipped: the address may " +
 				"be another pod's.",
 		}, []string{"result"}),
 		pods: map[drain.UID]*observation{},
@@ -96,7 +98,8 @@ func (o *Pods) Watch(now time.Time, w drain.Watch, holder string) {
 	of := o.pods[w.Pod.UID]
 	if of == nil {
 		if len(o.pods) >= maxObserved || w.Pod.UID == "" {
-			o.log.Warn("pod is not observed", "pod", w.Pod.String(), "uid", w.Pod.UID, "observed", len(o.pods))
+			o.log.Warn("pod is not observed: no UID, or too many pods", "pod", w.Pod.String(), "uid", w.Pod.UID,
+				"observed", len(o.pods))
 			return
 		}
 		of = &observation{pod: w.Pod, since: w.Since, targets: slices.Clone(w.Targets), holders: map[string]time.Time{}}
@@ -111,7 +114,7 @@ func (o *Pods) Watch(now time.Time, w drain.Watch, holder string) {
 	if w.Since.Before(of.since) {
 		of.since = w.Since
 	}
-	// By this node's clock, not the coordinator's: at the latest then nobody waits.
+	// By this node's clock, not the coordinator's. After it, no hook waits.
 	deadline := now.Add(w.Deadline.Sub(w.Since))
 	if had, known := of.holders[holder]; known && had.Before(deadline) {
 		deadline = had
@@ -175,15 +178,15 @@ func (o *Pods) Reports(now time.Time) []drain.Report {
 	return reports
 }
 
-// look reads the kernel. What it sends to at the time of the first look, when the pod is being
-// deleted, it knows of: reports may come later.
+// look reads the kernel. A pod that the kernel sends to at the first look, during the deletion, is
+// recorded as sent to, because a report may come later than that.
 func (of *observation) look() gateway.Reading {
 	is := of.watch.Reading()
 	of.sent = of.sent || is.State == health.Routing || is.State == health.Kept
 	return is
 }
 
-// wanted says whether somebody may still wait.
+// wanted reports whether a hook may still wait.
 func (of *observation) wanted(now time.Time) bool {
 	for _, deadline := range of.holders {
 		if now.Before(deadline.Add(afterwards)) {
@@ -193,7 +196,7 @@ func (of *observation) wanted(now time.Time) bool {
 	return false
 }
 
-// measure writes down how long it took from the deletion, once.
+// measure observes, once, how long it took from the deletion.
 func (o *Pods) measure(of *observation, is gateway.Reading, now time.Time) {
 	at := is.Since
 	if at.IsZero() || at.After(now) {
@@ -210,7 +213,8 @@ func (o *Pods) measure(of *observation, is gateway.Reading, now time.Time) {
 	}
 }
 
-// expire forgets the pods for which nobody has waited for long, and whose end nobody has told.
+// expire forgets the pods for which no hook has waited for long, and whose end no coordinator has
+// reported.
 func (o *Pods) expire(now time.Time) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -226,7 +230,7 @@ func (o *Pods) expire(now time.Time) {
 	}
 }
 
-// Clean has the connections to a pod forgotten that is gone.
+// Clean schedules the deletion of the conntrack entries of a deleted pod.
 func (o *Pods) Clean(pod drain.Pod, targets []netip.AddrPort) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -242,8 +246,9 @@ func (o *Pods) enqueue(c cleanable) {
 	o.cleaning = append(o.cleaning, c)
 }
 
-// reused says that the kernel sends to one of the addresses of a pod that is gone: on another node
-// another pod has it, or the kernel has not let go of this one yet, as of the last of a Service.
+// reused reports whether the kernel sends to one of the addresses of a deleted pod: another pod on
+// another node has the address, or the kernel still routes to the deleted pod, for example as the
+// last of a Service.
 func (o *Pods) reused(targets []netip.AddrPort) bool {
 	w := o.gateway.Watch(targets, func() {})
 	defer w.Close()
@@ -251,8 +256,8 @@ func (o *Pods) reused(targets []netip.AddrPort) bool {
 	return is == health.Routing || is == health.Kept
 }
 
-// Run cleans, until ctx is done. free reports whether no pod of this node has one of some
-// addresses.
+// Run deletes conntrack entries until ctx is done. free reports whether no pod of this node has one
+// of the addresses.
 func (o *Pods) Run(ctx context.Context, free func([]netip.AddrPort) bool) error {
 	ticker := time.NewTicker(cleanAgain)
 	defer ticker.Stop()
@@ -276,8 +281,8 @@ func (o *Pods) Run(ctx context.Context, free func([]netip.AddrPort) bool) error 
 	}
 }
 
-// forget has the connections to all pods forgotten that have waited for that. It costs about as
-// much as for one.
+// forget deletes the conntrack entries of all pods that have waited long enough. It costs about as
+// much as for one pod.
 func (o *Pods) forget(now time.Time, free func([]netip.AddrPort) bool) {
 	o.mu.Lock()
 	all := o.cleaning
@@ -307,7 +312,7 @@ func (o *Pods) forget(now time.Time, free func([]netip.AddrPort) bool) {
 	result := "ok"
 	if err := cleaner.Clean(targets); err != nil {
 		result = "error"
-		o.log.Warn("forget connections to pods that are gone", "targets", targets, "error", err)
+		o.log.Warn("delete conntrack entries of deleted pods", "targets", targets, "error", err)
 	}
 	o.cleaned.WithLabelValues(result).Add(pods)
 }

@@ -1,6 +1,6 @@
-// Package record writes what the admin interface of a gateway answers into an archive: evidence of
-// what a data plane does around a drain, from users who run one that Lameduck cannot be tested
-// with.
+// Package record records a gateway's admin interface during a drain into an archive. Users of a
+// data plane that Lameduck cannot be tested with send it as evidence. It is the command "agent
+// record", and runs without coordinators.
 package record
 
 import (
@@ -27,13 +27,13 @@ import (
 	"github.com/lameduck-io/lameduck/internal/version"
 )
 
-// source is what is asked of a kind of gateway. None of these answers has keys, passwords or
-// headers in it.
+// source is what to read from a kind of gateway. None of these answers contains keys, passwords or
+// headers.
 type source struct {
-	// admin is the usual address. asks are paths, or commands of a socket of HAProxy.
+	// admin is the usual address. asks are paths, or commands for a socket of HAProxy.
 	admin string
 	asks  []string
-	// version is asked once, and what matches is in the name of the archive.
+	// version is read once. The part that matches is in the name of the archive.
 	version string
 	matches *regexp.Regexp
 }
@@ -49,7 +49,7 @@ var sources = map[string]source{
 	"http":          {"", nil, "", nil},
 }
 
-// answer is one entry of the index: the gateway answered the same from At to Until.
+// answer is an entry of the index: an answer that did not change from At to Until.
 type answer struct {
 	File  string `json:"file,omitempty"`
 	Asked string `json:"asked"`
@@ -145,7 +145,7 @@ func Run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	return in.record(ctx, ask, append(slices.Clone(s.asks), paths...), every, folder, stdout, stderr)
 }
 
-// asker returns what asks the admin interface at an address, in 5 s at most.
+// asker returns a function that reads from the admin interface at an address, in at most 5 s.
 func asker(kind, admin string) (func(ctx context.Context, what string) ([]byte, error), error) {
 	u, err := url.Parse(admin)
 	if err != nil {
@@ -194,7 +194,7 @@ func asker(kind, admin string) (func(ctx context.Context, what string) ([]byte, 
 	}, nil
 }
 
-// record writes the archive under another name until it is whole.
+// record writes the archive, under another name until it is complete.
 func (in *index) record(ctx context.Context, ask func(context.Context, string) ([]byte, error), asks []string,
 	every time.Duration, folder string, stdout, stderr io.Writer) (err error) {
 	file, err := os.CreateTemp(folder, ".record-*")
@@ -234,7 +234,7 @@ func (in *index) record(ctx context.Context, ask func(context.Context, string) (
 				was.Until = at
 				continue
 			} else if was != nil {
-				was.body = nil // it is in the archive
+				was.body = nil // written to the archive
 			}
 			last[what] = now
 			in.Answers = append(in.Answers, now)

@@ -1,26 +1,25 @@
-// Package serving answers /livez and /healthz: does the gateway get, in time, what it has to be
-// told?
+// Package serving answers /livez and /healthz of an agent: 200 if the gateway receives its changes
+// in time. Package liveness feeds it.
 //
 // The rules are those of kube-proxy's ProxierHealthServer (k8s.io/kubernetes,
 // pkg/proxy/healthcheck), so that load balancers and keepalived can be pointed at an agent as they
-// are at kube-proxy. Changes are [Health.Queued] when they are known and [Health.Updated] when they
-// are done, for each IP family apart. A family is late when the oldest change that is not done has
-// waited for the timeout or longer.
+// are at kube-proxy. A change is [Health.Queued] when it is known and [Health.Updated] when it is
+// done, separately for each IP family. A family is late when its oldest pending change has waited
+// for the timeout or longer.
 //
 //   - A family that was never updated is starting, and a starting family is not late, however long
 //     that takes.
 //   - A family without a queued change is not late, however long ago it was updated.
 //   - One late family makes both answers 503. Another family's update does not help it.
 //   - A node that is being deleted makes /healthz 503, and changes nothing in /livez: new traffic
-//     should go elsewhere, but there is nothing that a restart would mend.
+//     should go elsewhere, but a restart would not help.
 //
-// One thing differs. kube-proxy's Updated ends whatever is queued at that moment. Ours ends what
-// was queued by the time that it is given, so that a change which comes while the gateway is being
-// read is not taken for done.
+// There is one difference. kube-proxy's Updated completes all changes that are queued at that
+// moment. Here it completes the changes that were queued up to a given time, so that a change that
+// arrives while the gateway is being read stays pending.
 //
-// Nothing here knows of backends, coordinators or the API server. An answer that depends on one of
-// them makes whoever asks move traffic away from a gateway that works, usually from all gateways at
-// once.
+// The answers do not depend on backends, coordinators or the API server. Otherwise a failure of one
+// of these would move traffic away from working gateways, usually from all of them together.
 package serving
 
 import (
@@ -44,7 +43,7 @@ const (
 	IPv6
 )
 
-// Families are all that there are.
+// Families are the IP families.
 var Families = [...]Family{IPv4, IPv6}
 
 // Of returns the family of an address, [Unknown] of the zero one.
@@ -76,25 +75,25 @@ func (f Family) MarshalText() ([]byte, error) { return []byte(f.String()), nil }
 
 // Report is the body of both answers. The names are kube-proxy's.
 type Report struct {
-	// LastUpdated is when the family that was updated last was. In the answer to somebody who finds
-	// all well it is CurrentTime, as in kube-proxy's: there are those who look at its age.
+	// LastUpdated is when a family was last updated. If all is well it equals CurrentTime, as in
+	// kube-proxy, because some clients check its age.
 	LastUpdated time.Time `json:"lastUpdated"`
 	CurrentTime time.Time `json:"currentTime"`
 	// NodeEligible is absent from /livez.
 	NodeEligible *bool `json:"nodeEligible,omitempty"`
-	// Healthy says that no family is late. The node is not considered.
+	// Healthy: no family is late. The node is not considered.
 	Healthy bool `json:"healthy"`
 	// Status has the families that were updated at least once.
 	Status map[Family]Status `json:"status,omitempty"`
 }
 
-// Status is that of one family.
+// Status is the status of one family.
 type Status struct {
 	LastUpdated time.Time `json:"lastUpdated"`
 	Healthy     bool      `json:"healthy"`
 }
 
-// Health knows what waits, and since when. Its methods may be called from any goroutine.
+// Health records the pending changes, and since when. Its methods may be called from any goroutine.
 type Health struct {
 	timeout time.Duration
 
@@ -104,8 +103,7 @@ type Health struct {
 	ineligible bool
 }
 
-// wait is what is queued for one family: when the oldest change that is not done came, and when the
-// newest.
+// wait is when the oldest and the newest pending change of one family were queued.
 type wait struct{ oldest, newest time.Time }
 
 // New returns the health of a gateway that is starting, on an eligible node. timeout is how long a
@@ -114,8 +112,8 @@ func New(timeout time.Duration) *Health {
 	return &Health{timeout: timeout, updated: map[Family]time.Time{}, queued: map[Family]wait{}}
 }
 
-// Queued records that at now there is a change of f which the gateway has to be told. While an
-// older one waits, the age of that one counts.
+// Queued records a change of f for the gateway at now. While an older one is pending, the age of
+// that one counts.
 func (h *Health) Queued(f Family, now time.Time) {
 	if f == Unknown {
 		return
@@ -132,9 +130,8 @@ func (h *Health) Queued(f Family, now time.Time) {
 	h.queued[f] = w
 }
 
-// Updated records that the gateway has all changes of f that were queued until asOf. What was
-// queued later goes on waiting, as if it had come at asOf: which of them is the oldest is not known
-// any more.
+// Updated records that the gateway has all changes of f that were queued until asOf. Later changes
+// stay pending, and count from asOf, because the time of the oldest of them is not known.
 func (h *Health) Updated(f Family, asOf time.Time) {
 	if f == Unknown {
 		return
@@ -154,14 +151,14 @@ func (h *Health) Updated(f Family, asOf time.Time) {
 	}
 }
 
-// SetEligible records whether the node may get new traffic. It may until somebody says otherwise.
+// SetEligible records whether the node may get new traffic. Before the first call it may.
 func (h *Health) SetEligible(eligible bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.ineligible = !eligible
 }
 
-// Livez returns what /livez says at now, and whether that is good news.
+// Livez returns the answer of /livez at now, and whether it is a success.
 func (h *Health) Livez(now time.Time) (Report, bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -181,7 +178,7 @@ func (h *Health) Livez(now time.Time) (Report, bool) {
 	return r, r.Healthy
 }
 
-// Healthz returns what /healthz says at now, and whether that is good news.
+// Healthz returns the answer of /healthz at now, and whether it is a success.
 func (h *Health) Healthz(now time.Time) (Report, bool) {
 	r, _ := h.Livez(now)
 	h.mu.Lock()
@@ -204,8 +201,8 @@ func latest(all map[Family]Status) time.Time {
 	return last
 }
 
-// Handler serves one of the two answers, [Health.Livez] or [Health.Healthz]: 200 for good news, 503
-// for bad.
+// Handler serves one of the two answers, [Health.Livez] or [Health.Healthz]: with status 200 or
+// 503.
 func Handler(answer func(now time.Time) (Report, bool)) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		report, good := answer(time.Now())
@@ -219,6 +216,6 @@ func Handler(answer func(now time.Time) (Report, bool)) http.Handler {
 		if !good {
 			w.WriteHeader(http.StatusServiceUnavailable)
 		}
-		_, _ = w.Write(body) // whoever asked has gone
+		_, _ = w.Write(body) // fails if the client has disconnected
 	})
 }

@@ -19,35 +19,36 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Checks tells the set how to probe: each pool as the annotation of its Service says, that of its
-// port before the one of all ports, or where there is none as the file says.
+// Checks configures how the set probes each pool: by the annotation of its Service's port, else by
+// that of the Service, else by the file.
 type Checks struct {
 	set  *health.Set
 	log  *slog.Logger
 	wake func()
-	// ofFile are the checks of the file, by pool; pools those that a Service feeds.
+	// ofFile are the checks in the file, by pool; pools are the pools that each Service feeds.
 	ofFile map[health.Pool]health.Check
 	pools  map[types.NamespacedName][]health.Pool
 	ports  map[health.Pool]endpoints.Port
 	known  chan struct{}
-	// Refuse is told of Services whose pods cannot stand for each other, see [gateway.Refuser].
+	// Refuse is called for Services whose pods are not interchangeable, see [gateway.Refuser].
 	// Nothing is probed then. Nil: the gateway's pools are the agent's own.
 	Refuse  func(pool health.Pool, why string)
 	watches map[string]*watch.Watch
 
 	mu sync.Mutex
-	// refused are the annotations that could not be read, so that it is said once.
+	// refused are the annotations that could not be read, so that each is logged once.
 	refused map[annotation]string
 }
 
-// annotation is one of a Service.
+// annotation is one annotation of a Service.
 type annotation struct {
 	service types.NamespacedName
 	key     string
 }
 
-// NewChecks returns the checks of the pools of routes, and tells set what the routes say. wake is
-// called when set was told more. Without annotations Services are not read, and the file counts.
+// NewChecks returns the checks of the pools of routes, and applies those of the routes to set. wake
+// is called when a check has changed. Without annotations only the routes count, and Services are
+// not read.
 func NewChecks(kube kubernetes.Interface, routes []gateway.Route, annotations bool, set *health.Set, wake func(),
 	log *slog.Logger) (*Checks, error) {
 	c := &Checks{
@@ -84,10 +85,10 @@ func NewChecks(kube kubernetes.Interface, routes []gateway.Route, annotations bo
 	return c, nil
 }
 
-// Known is closed once the annotations of all Services were heard.
+// Known is closed once the annotations of all Services are known.
 func (c *Checks) Known() <-chan struct{} { return c.known }
 
-// Run follows the annotations of the Services until ctx is done. Where the agent may not read
+// Run watches the annotations of the Services until ctx is done. Where the agent may not read
 // Services, the file counts.
 func (c *Checks) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
@@ -105,8 +106,8 @@ func (c *Checks) Run(ctx context.Context) error {
 	return nil
 }
 
-// heard takes in what a Service says. A check that cannot be read changes nothing: what was said
-// before, or the file, still counts.
+// heard applies the annotations of a Service. A check that cannot be read changes nothing: the one
+// before, or that of the file, stays.
 func (c *Checks) heard(s *corev1.Service, gone bool) {
 	name := types.NamespacedName{Namespace: s.Namespace, Name: s.Name}
 	pools := c.pools[name]
@@ -151,7 +152,7 @@ func (c *Checks) heard(s *corev1.Service, gone bool) {
 	c.wake()
 }
 
-// singular returns why clients of a Service mean a single pod of it. Empty: they do not.
+// singular returns why the pods of a Service are not interchangeable. Empty: they are.
 func singular(s *corev1.ServiceSpec) string {
 	switch {
 	case s.ClusterIP == corev1.ClusterIPNone:

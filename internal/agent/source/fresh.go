@@ -16,20 +16,20 @@ import (
 )
 
 const (
-	// FreshTimeout bounds one such question and the wait for the watch to have come as far.
+	// FreshTimeout bounds one list and the wait until the watch has delivered what is in it.
 	FreshTimeout = 10 * time.Second
-	// FreshEvery is how often the watch is looked at meanwhile.
+	// FreshEvery is how often the watch is checked during that wait.
 	FreshEvery = 50 * time.Millisecond
 )
 
-// Heard is what a watch has delivered last of each EndpointSlice. The zero value is empty. Safe for
-// concurrent use.
+// Heard is the last version of each EndpointSlice that a watch has delivered. The zero value is
+// empty. Safe for concurrent use.
 type Heard struct {
 	mu     sync.Mutex
 	slices map[types.NamespacedName]*discovery.EndpointSlice
 }
 
-// Record takes in a slice, or that it is gone.
+// Record records a slice or, if gone, its end.
 func (h *Heard) Record(s *discovery.EndpointSlice, gone bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -44,9 +44,9 @@ func (h *Heard) Record(s *discovery.EndpointSlice, gone bool) {
 	h.slices[name] = s
 }
 
-// Missing names a slice of namespace by which the watch is behind list, or says "": everything in
-// list has been heard, or something newer of it, and what is not in list has not, unless it is
-// newer than list.
+// Missing names a slice of namespace for which the watch is behind list. It returns "" if the watch
+// has delivered everything in list, in that version or a newer one, and has no slice that is not in
+// list unless that is newer than list.
 func (h *Heard) Missing(namespace string, list *discovery.EndpointSliceList) (string, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -81,12 +81,12 @@ func (h *Heard) Missing(namespace string, list *discovery.EndpointSliceList) (st
 	return "", nil
 }
 
-// Fresh returns nil once the set knows everything that the API server could tell at some moment
-// after the call. A watch does not say how old it is: one whose connection is dead is as silent as
-// one in which nothing happens, a bookmark comes once a minute, and a reflector that opens its
-// watch again tells nobody. So the API server is asked for a list as of now, not one from a cache
-// of an unknown age, and the watch must have delivered each slice of it, or a newer version. A
-// slice that is deleted meanwhile makes it fail by its deadline; the next call will not see it.
+// Fresh returns nil once the set knows all EndpointSlices as of some moment after the call. A watch
+// does not show how old its data is: a dead connection is as silent as one without changes, a
+// bookmark comes once a minute, and a reflector does not report that it opens its watch again. So
+// Fresh gets an up-to-date list from the API server, not one from a cache of unknown age, and waits
+// until the watch has delivered each slice of it, or a newer version. If a slice is deleted during
+// that, Fresh fails by its deadline, and the next call succeeds.
 func (r *Endpoints) Fresh(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, FreshTimeout)
 	defer cancel()
@@ -109,7 +109,7 @@ func (r *Endpoints) Fresh(ctx context.Context) error {
 			}
 		}
 	}
-	// What was heard is in the queue, or through it.
+	// What the watch has delivered is in the queue, or processed.
 	reached := make(chan struct{})
 	r.send(ctx, change{at: time.Now(), reached: reached})
 	select {
@@ -120,7 +120,7 @@ func (r *Endpoints) Fresh(ctx context.Context) error {
 	}
 }
 
-// Names maps the pods that EndpointSlices name to namespace/name.
+// Names returns namespace/name of the pods in EndpointSlices.
 func (r *Endpoints) Names() map[health.UID]string {
 	r.heard.mu.Lock()
 	defer r.heard.mu.Unlock()

@@ -1,5 +1,5 @@
-// Package source carries what the API server says of endpoints, and of how to probe them, to the
-// set of targets.
+// Package source watches EndpointSlices and the Services' annotations, and applies them to the set
+// of targets in package health.
 package source
 
 import (
@@ -22,27 +22,27 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// backlog bounds the changes of EndpointSlices that wait; the watch waits when it is full.
+// backlog bounds the queued changes of EndpointSlices. When the queue is full, the watch waits.
 const backlog = 10_000
 
-// Endpoints carries EndpointSlices to the set. Make it with New, then run it with Run.
+// Endpoints applies EndpointSlices to the set. Make it with New, then run it with Run.
 type Endpoints struct {
 	kube kubernetes.Interface
-	// lag delays what changes after the first list.
+	// lag delays all changes after the first list.
 	lag   time.Duration
 	set   *health.Set
 	index *endpoints.Index
-	// pools are those that one port of a Service feeds.
+	// pools are the pools that each port of a Service feeds.
 	pools    map[endpoints.Port][]health.Pool
 	changes  chan change
 	ended    chan struct{}
 	isSynced atomic.Bool
 	// heard is what the watch has delivered, for Fresh and for the names of pods.
 	heard Heard
-	// told is called after the set was told of changes of targets of some families, or that it has
+	// told is called after targets of some families have changed in the set, or after the set has
 	// synced.
 	told func([]serving.Family)
-	// watches are those of each namespace.
+	// watches are the watches, by namespace.
 	watches map[string]*watch.Watch
 }
 
@@ -53,8 +53,8 @@ type change struct {
 	gone  bool
 	// synced marks the end of the first list.
 	synced bool
-	// reached is closed when the change's turn comes, if it is not nil; there is nothing else to
-	// the change then.
+	// reached, if not nil, is closed when the change is processed. Such a change has no other
+	// content.
 	reached chan struct{}
 }
 

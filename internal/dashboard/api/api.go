@@ -1,13 +1,13 @@
-// Package api is what a coordinator tells operators and their tools: the paths of its read API and
-// the types of its answers, as JSON.
+// Package api is the read API of a coordinator for operators and their tools: its paths, and the
+// types of its answers, as JSON. Package dashboard serves it, and kubectl lameduck reads it.
 //
-// Everything is read with GET, and changes nothing. Each replica tells its own view: a deletion is
-// a drain in each replica that the API server asked. Times are of the replica's clock, and
-// [View.At] says what it shows, so that nobody has to compare clocks.
+// All requests are GET and change nothing. Each replica returns its own view: a deletion is a drain
+// in each replica that the API server asked. Times are by the replica's clock, and [View.At] is its
+// present time, so that readers need not compare clocks.
 //
-// Compatibility: within v1 fields are added, never repurposed. Readers ignore fields that they do
-// not know, and show words that they do not know as they are: phases, reasons and states are those
-// of the drain package, and more may come.
+// Compatibility: within v1 fields are added, never repurposed. Readers ignore unknown fields, and
+// show unknown values as they are: phases, reasons and states are those of package drain, and more
+// may be added.
 package api
 
 import "time"
@@ -43,7 +43,7 @@ type View struct {
 	// Outcomes are how the last drains ended, and deletions that went on without the gateways'
 	// word: the newest first.
 	Outcomes []Outcome `json:"outcomes"`
-	// Propagation is how long gateways take to let go, by kind of gateway.
+	// Propagation is how long gateways take to stop routing to a pod, by kind of gateway.
 	Propagation []Propagation `json:"propagation"`
 	// TargetHealth is what gateways believe of the health of their targets.
 	TargetHealth TargetHealth `json:"targetHealth"`
@@ -97,7 +97,7 @@ type Drains struct {
 	Elsewhere int `json:"elsewhere"`
 }
 
-// Drain is one pod whose deletion waits, or whose gateways let go in the background.
+// Drain is one pod whose deletion waits, or whose gateways stop routing to it in the background.
 type Drain struct {
 	Namespace string `json:"namespace"`
 	Pod       string `json:"pod"`
@@ -137,8 +137,8 @@ type Barriers struct {
 	MissingIn map[string]int `json:"missingIn,omitempty"`
 }
 
-// OpenBarrier is one pod that is being deleted and is told to stop only when observed gateways
-// have let go.
+// OpenBarrier is a terminating pod that is told to stop only when its observed gateways have
+// stopped routing to it.
 type OpenBarrier struct {
 	Namespace string `json:"namespace"`
 	Pod       string `json:"pod"`
@@ -161,13 +161,13 @@ type OpenBarrier struct {
 	Owed    int           `json:"owed"`
 	Waiting int           `json:"waiting"`
 	Reports []AgentReport `json:"reports"`
-	// StatedSeconds is how long, from the deletion on, is waited besides for those who can never
-	// acknowledge. StatedUntil is when that is over; Cut says that the deadline comes before.
+	// StatedSeconds is the wait, from the deletion on, for consumers that can never acknowledge.
+	// StatedUntil is its end. Cut: the deadline comes before.
 	StatedSeconds float64   `json:"statedSeconds,omitempty"`
 	StatedUntil   time.Time `json:"statedUntil,omitzero"`
 	Cut           bool      `json:"cut,omitempty"`
-	// Last says that no other endpoint is ready, or none on its node, so that gateways may go on
-	// sending to the pod: it only has to be quiet.
+	// Last: no other endpoint is ready, or none on its node, so that gateways may keep sending to
+	// the pod, which then only has to be idle.
 	Last bool `json:"last,omitempty"`
 	// Sampled says that not all agents are asked: the others are waited for by the time that they
 	// were seen to take.
@@ -249,15 +249,15 @@ type Outcome struct {
 	UID       string    `json:"uid"`
 	// Gate is where it ended: hold (before the deletion) or barrier (before SIGTERM).
 	Gate string `json:"gate"`
-	// Reason is why the deletion was let go on: Acknowledged, IdleBound, Deadline, NoAgents,
-	// Suspended, LastTarget and more. PodDeleted: the pod went without its deletion having waited
-	// to the end. Abandoned: it lives on and has its traffic back.
+	// Reason is why the deletion was allowed: Acknowledged, IdleBound, Deadline, NoAgents,
+	// Suspended, LastTarget and more. PodDeleted: the pod was deleted before its drain was
+	// released. Abandoned: it was not deleted, and has its traffic back.
 	Reason string `json:"reason"`
-	// Abnormal says that operators should look: not every gateway had let go.
+	// Abnormal says that operators should look: not every gateway had acknowledged.
 	Abnormal bool `json:"abnormal"`
 	// TookSeconds is how long it waited. Not there: there was no drain.
 	TookSeconds *float64 `json:"tookSeconds,omitempty"`
-	// Silent names gateways that had not let go, and those that were away and not waited for,
+	// Silent names gateways that had not acknowledged, and those that were away and not waited for,
 	// marked "(away)"; MoreSilent is how many more there were.
 	Silent     []string `json:"silent"`
 	MoreSilent int      `json:"moreSilent,omitempty"`
@@ -379,7 +379,8 @@ type Explanation struct {
 	Barrier *ExplainedBarrier `json:"barrier,omitempty"`
 	// Consumers are the ways by which traffic reaches the pod.
 	Consumers []Consumer `json:"consumers"`
-	// Uncovered is who may still send to the pod when it stops, and nobody would be asked.
+	// Uncovered are the consumers that may still send to the pod when it stops, because no agent
+	// acknowledges for them.
 	Uncovered []Uncovered `json:"uncovered"`
 	// Drain is there if one is open on this replica.
 	Drain *Drain `json:"drain,omitempty"`
@@ -421,7 +422,7 @@ type ExplainedBarrier struct {
 	// Asked is how many agents may be asked: those that observe. The coordinator may ask a sample
 	// of them, or the one on the pod's node alone (barrier.ask).
 	Asked int `json:"asked"`
-	// Stated are the waits for those who can never acknowledge.
+	// Stated are the waits for consumers that can never acknowledge.
 	Stated []StatedWait `json:"stated"`
 	// Open is there if it waits already.
 	Open *OpenBarrier `json:"open,omitempty"`
@@ -475,11 +476,10 @@ type StatedWait struct {
 	Error  string `json:"error,omitempty"`
 }
 
-// BarrierItself is what [Uncovered.What] names where the pod's own node has nobody who answers its
-// hooks, or nobody who is connected.
+// BarrierItself is the [Uncovered.What] of a pod on whose node no connected agent answers hooks.
 const BarrierItself = "the barrier itself"
 
-// Uncovered is one way to the pod for which nobody can or will acknowledge.
+// Uncovered is one way to the pod for which no agent can or will acknowledge.
 type Uncovered struct {
 	What string `json:"what"`
 	Why  string `json:"why"`

@@ -292,7 +292,7 @@ function drawVerdict(v) {
     text = [parts.join(', ') + ', no gateway is late.'];
   } else if (!v.agents.expected && !v.agents.items.some((a) => a.connected)) {
     kind = 'warn';
-    text = ['No agent is ' + (v.agents.known ? 'left' : 'known') + ': deletions go on as without Lameduck.'];
+    text = ['No agent is ' + (v.agents.known ? 'left' : 'known') + ': deletions continue as without Lameduck.'];
     todo = ['An agent stands beside a gateway. Its pod has the label ', command('lameduck.io/agent'), '.'];
   } else {
     kind = 'good';
@@ -406,7 +406,7 @@ function drawTiles(v) {
 }
 
 const phases = {
-  Queued: ['', 'waits for room: at most half of a Service at one time'],
+  Queued: ['', 'waits for capacity: at most half of a Service at a time'],
   Unrouting: ['calm', 'gateways take it out'],
   Quiescing: ['calm', 'nothing new is sent to it; running requests end'],
   Released: ['good', 'it may go'],
@@ -436,7 +436,7 @@ function drawDrains(v) {
     const [kind, says] = phases[d.phase] || ['', ''];
     let list;
     if (d.phase === 'Released') list = d.reason;
-    else if (d.phase === 'Queued') list = el('span', { class: 'sub' }, 'room in its Service');
+    else if (d.phase === 'Queued') list = el('span', { class: 'sub' }, 'capacity in its Service');
     else list = reportList(d);
     return [
       head(...podName(d)),

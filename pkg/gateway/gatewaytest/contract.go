@@ -38,9 +38,9 @@ type Harness struct {
 	Reload func(t testing.TB)
 	// Restart ends the proxy with all its connections and starts it again.
 	Restart func(t testing.TB)
-	// Freeze stops every process of the proxy without ending it; Thaw lets them go on.
+	// Freeze stops every process of the proxy without ending it; Thaw continues them.
 	Freeze, Thaw func(t testing.TB)
-	// Kill ends the proxy for good.
+	// Kill ends the proxy permanently.
 	Kill func(t testing.TB)
 	// Masks: the proxy gets its targets by itself, and the gateway only keeps it from some. What it
 	// was not told of may be routed, the last target of a pool is, and its generation outlives
@@ -576,7 +576,7 @@ func twoPods(t *testing.T, s *suite) {
 	bs, ks := s.backends(1)
 	old, next := ks[0], s.key(bs[0], "a-new-pod-at-the-same-address")
 	if got := s.see(next); got != (health.Seen{Missing: true}) {
-		t.Fatalf("a pod nobody routed is seen as %+v", got)
+		t.Fatalf("a pod that was never routed is seen as %+v", got)
 	}
 	s.apply(ops(health.WantRouted, next)...)
 	s.apply(ops(health.WantRemoved, old)...)

@@ -1,11 +1,11 @@
-// Package gatewaytest is the contract of gateway.Directed as a test, which every data plane passes
-// on the real proxy.
+// Package gatewaytest is the contract of gateway.Directed as a test. Every directed data plane
+// passes it on the real proxy.
 //
-// [Run] is given a function that starts one proxy with one gateway before it, as a [Harness].
-// Requests are real HTTP requests to real servers, so that what the gateway says of itself is
-// compared with what arrived. "Nothing is sent to a removed target" is judged by when the client
-// sent the request, not by when it arrived: each request carries the phase it was sent in, and no
-// request of a phase that began after the observation may arrive.
+// [Run] takes a function that starts one proxy with one gateway, as a [Harness]. Requests are real
+// HTTP requests to real servers, so that the gateway's readings can be compared with the requests
+// that arrived. "Nothing is sent to a removed target" is judged by the time at which the client
+// sent a request, not by its arrival: each request carries the phase in which it was sent, and no
+// request of a phase after the reading may arrive.
 package gatewaytest
 
 import (

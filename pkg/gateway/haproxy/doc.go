@@ -39,10 +39,10 @@
 // Config.ServersFile, which HAProxy loads by an additional -f, and which lists exactly the servers
 // that are wanted. A batch writes it once, by rename, before the first command. A reload that began
 // to parse before that has its new worker in the list that is read after it, since the master
-// answers nothing while it parses; Apply goes on until the list has no process that was not told. A
-// reload that begins later parses the new file. If the file cannot be written, no removal that it
-// contradicts is carried out. A server that HAProxy refuses at run time is taken out of the file
-// again, for it would make the next start fail.
+// answers nothing while it parses; Apply continues until the list has no process that did not get
+// the change. A reload that begins later parses the new file. If the file cannot be written, no
+// removal that it contradicts is carried out. A server that HAProxy refuses at run time is taken
+// out of the file again, for it would make the next start fail.
 //
 // Old workers are the hard part. Once a worker has stopped its proxies, HAProxy answers "Proxy is
 // disabled." to every change of a server's state there, by whatever command, so that a target that

@@ -49,7 +49,7 @@ type Gateway struct {
 
 // New checks the configuration, and reads the servers file, or writes one without servers if there
 // is none. Servers that an existing file lists are kept: they are Owned, and nothing but an op
-// removes them. If the sections of the file differ from the configuration they are written anew;
+// removes them. If the sections of the file differ from the configuration they are written again;
 // HAProxy takes that up with its next reload. New does not talk to HAProxy.
 func New(c Config) (*Gateway, error) {
 	if err := errors.Join(c.Check()...); err != nil {
@@ -382,7 +382,7 @@ func (g *Gateway) direct(ctx context.Context, steps []*step) error {
 }
 
 // tell carries out the steps in one process. It reports false if the process should be tried again
-// after the list was read anew: it began to stop, or ended, in the middle.
+// after the list was read again: it began to stop, or ended, in the middle.
 func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 	// Errors of an earlier try in this process are void.
 	for _, s := range steps {

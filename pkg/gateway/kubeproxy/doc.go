@@ -64,18 +64,18 @@
 // quiet, which is twice in a row none: of a pod that the kernel keeps for want of another one, that
 // is all that can be asked. Counting is bounded polling, see countShare and countSlow.
 //
-// A connection that its client keeps from one request to the next is waited for only until a quiet
-// moment. The Observer has the kernel count the packets of connections, and tells such a connection
-// by them: see held, and decision 29.
+// A keep-alive connection is waited for only until a quiet moment between two requests. The
+// Observer has the kernel count the packets of connections, and tells such a connection by them:
+// see held, and decision 29.
 //
 // All connections that pass the node are counted, whether kube-proxy sent them or not: on the pod's
 // own node these are also those that other nodes sent, and those to the pod's own address. A client
 // that opens one connection after the other to the pod's address prevents Idle, so a caller that
 // waits for Idle must set a bound.
 //
-// [Observer.Clean] deletes what is left of a pod that is gone. Else a client that uses its port
-// again within the time that conntrack remembers it, hours or days, would be sent to the dead
-// address.
+// [Observer.Clean] deletes what is left of a pod that does not exist any more. Otherwise a client
+// that uses its port again within the time that conntrack remembers it, hours or days, would be
+// sent to the dead address.
 //
 // # Known holes
 //
@@ -88,7 +88,7 @@
 //   - The health-check node port of a Service with externalTrafficPolicy Local is answered by
 //     kube-proxy itself after it has written the rules. A load balancer that relies on it sends to
 //     the node for as long as its own checks take; then the kernel drops what comes if no endpoint
-//     is left there, or goes on sending to the terminating one. That is what a stated wait is for.
+//     is left there, or keeps sending to the terminating one. That is what a stated wait is for.
 //   - A new connection is in the table when its first packet has passed the last hook. One that
 //     waits in between for more than 20 ms is not counted: in a queue to a program that judges
 //     packets (NFQUEUE), or on a computer that stands still.

@@ -30,7 +30,7 @@ const (
 	// absentAfter is how long deleted rules may stay away before they count as absent: kube-proxy
 	// writes them again when it changes its mode.
 	absentAfter = 10 * time.Second
-	// readLook is how often it is looked whether reading has ended, while it goes on.
+	// readLook is how often to check whether a running read has ended.
 	readLook = 10 * time.Millisecond
 	// dumpTries is how often a dump is read until no transaction has ended meanwhile.
 	dumpTries = 100

@@ -111,7 +111,7 @@ func (o *Observer) Run(ctx context.Context) error {
 		if ctx.Err() != nil {
 			return nil
 		}
-		o.log.Warn("reading kube-proxy's rules begins anew", "error", err)
+		o.log.Warn("reading kube-proxy's rules again", "error", err)
 		if time.Since(began) > most {
 			pause = first
 		}

@@ -1,14 +1,15 @@
-// Package poll observes gateways that say over HTTP, in JSON, where they send.
+// Package poll observes gateways that report their targets over HTTP, as JSON. Packages envoy and
+// traefik say what to read.
 //
-// A gateway is asked again and again by one goroutine, on one connection. The generation of a
-// reading is the life of that connection: a process that has ended cannot answer on it. An answer
-// is the gateway's main thread's, and its workers follow. A target is therefore Removed only if a
-// request that began a settle time after it was first seen to be out has shown the same. A gateway
-// that is stopped in between answers no such request.
+// One goroutine polls a gateway, on one connection. The generation of a reading is the life of that
+// connection: a process that has ended cannot answer on it. The answer comes from the gateway's
+// main thread, and its workers follow later. A target is therefore Removed only if a request that
+// began a settle time after the first reading without it has shown the same. A gateway that is
+// stopped in between does not answer such a request.
 //
-// Idle is counted by the gateway while it lists the target, where it counts requests for each
-// target. Otherwise it is read from the sockets of the network namespace, which an agent beside the
-// gateway shares with it.
+// Idle is read from the gateway's counts while it lists the target, if it counts requests for each
+// target. Otherwise it is read from the sockets of the network namespace, which the agent shares
+// with the gateway.
 package poll
 
 import (

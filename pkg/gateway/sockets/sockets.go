@@ -1,4 +1,6 @@
-// Package sockets reads the TCP connections of the network namespace, and closes quiet ones.
+// Package sockets reads the TCP connections of its own network namespace from the kernel, and
+// closes those on which nothing passes. Agents beside a gateway use it where the gateway does not
+// count requests.
 package sockets
 
 import (

@@ -1,6 +1,6 @@
 // Command app is the application behind the gateways of the end-to-end tests and the demo. It
-// answers every path after a fixed time, with its name in the header Pod. By default it is the bad
-// citizen: SIGTERM ends it at once, whatever is in flight.
+// answers every path after a fixed time, with its name in the header Pod. By default it is the
+// worst case of an application: SIGTERM ends it immediately, with requests in flight.
 package main
 
 import (

@@ -1,4 +1,4 @@
-// Package dashboard looks at the live page as a person does: in a real Chromium.
+// Package dashboard tests the live page in a real Chromium, as an operator sees it.
 package dashboard
 
 import (

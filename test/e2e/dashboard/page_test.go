@@ -295,7 +295,7 @@ func TestThePageShowsEverything(t *testing.T) {
 		".tiles": {"Draining now 3", "and 2 through other replicas", "4 of 5", "1 missing, 1 suspended",
 			"Waiting to stop 1", "1 may stop", "Targets unhealthy 4", "1 Service fails open"},
 		"#drains-table": {"checkout-6f7f9c5d8b-l4kzt", "Unrouting", "edge/haproxy-eu-west-2 not connected",
-			"removed, requests still run", "1 of 3 have acknowledged", "Quiescing", "Queued", "waits for room",
+			"removed, requests still run", "1 of 3 have acknowledged", "Quiescing", "Queued", "waits for capacity",
 			"s goes on in any case in "},
 		"#rollouts-table": {"shop/web 12 of 14 3 30.0 s 5b8d6c7f9-zz2xd, at the hold"},
 		"#drains-note":    {"2 pods are drained through other replicas"},
@@ -434,7 +434,7 @@ func TestThePageKnowsTheTime(t *testing.T) {
 		gone.Expected, gone.AgentInfo.Connected = false, false
 		v.Agents = []coordinator.Agent{gone}
 	})
-	b.await("#verdict", "No agent is left: deletions go on as without Lameduck.")
+	b.await("#verdict", "No agent is left: deletions continue as without Lameduck.")
 }
 
 // A page outlives its replica, and goes on with one of the version before: what that does not tell

@@ -1,3 +1,3 @@
-// Package images lets a real containerd and a real kubelet run the images that `make images` makes.
-// It takes root and the build tag e2e.
+// Package images runs the images of `make images` with a real containerd and a real kubelet. It
+// takes root and the build tag e2e.
 package images

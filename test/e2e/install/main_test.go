@@ -1,5 +1,5 @@
-// Package install tests what operators install and how: manifests and chart, certificates, rights,
-// the commands of the documents, metrics.
+// Package install tests an installation as operators make it: manifests and chart, certificates,
+// rights, the commands of the documents, metrics.
 package install
 
 import (

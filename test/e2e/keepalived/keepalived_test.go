@@ -1,6 +1,5 @@
-// Package keepalived shows what a virtual address does whose keepalived asks the agent: it moves
-// when the gateway is dead, and not when those behind the gateway, or those who speak to the agent,
-// are.
+// Package keepalived tests a virtual address whose keepalived checks the agent: the address moves
+// when the gateway is dead, and stays when its backends, the coordinators or the API server are.
 //
 // All is real: two keepalived with VRRP over a veth between two network namespaces, HAProxy, the
 // agent, the API server. The first namespace is the one that the test program enters; the second

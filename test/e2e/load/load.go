@@ -1,7 +1,7 @@
-// Package load sends HTTP requests at a fixed rate and says what became of each of them.
+// Package load sends HTTP requests at a fixed rate and records the outcome of each.
 //
-// It is the judge of the end-to-end tests ("no request was lost while the pods were replaced"), so
-// it must not be kinder than a client would be, nor hide anything of its own doing:
+// The end-to-end tests rely on it for "no request was lost while the pods were replaced". So it
+// must not be more tolerant than a client, nor hide failures of its own:
 //
 //   - Open loop. Request i is due at start + i/rate, whatever became of the earlier ones. Latency
 //     counts from that moment, so a server that stalls is charged for every request that was due

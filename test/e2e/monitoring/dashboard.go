@@ -1,5 +1,5 @@
-// Package monitoring is the Grafana dashboard as code, and tests of it, of the alert rules and of
-// the metrics. manifests/monitoring has what operators install.
+// Package monitoring has the Grafana dashboard as code, and tests of it, of the alert rules and of
+// the metrics. Operators install what is in manifests/monitoring.
 package monitoring
 
 import (
@@ -44,15 +44,15 @@ var Rows = []Row{
 			[]Query{{`max(lameduck_holds)`, "held"}},
 		},
 		{
-			"Saved in the last hour", "Deletions that went on after every gateway had let go. Without Lameduck each " +
-				"is a race.", "short", true,
+			"Saved in the last hour", "Deletions that continued after every gateway had acknowledged. Without " +
+				"Lameduck each is a race.", "short", true,
 			[]Query{{`max(sum by (instance) (increase(` +
 				`lameduck_admission_answers_total{answer="allow",reason="Acknowledged"}[1h])))`,
 				"acknowledged"}},
 		},
 		{
-			"Not saved in the last hour", "Deletions that went on although not every gateway had said so, and calls " +
-				"of the API server that failed. 0 is normal.", "short", true,
+			"Not saved in the last hour", "Deletions that continued although not every gateway had acknowledged, and " +
+				"calls of the API server that failed. 0 is normal.", "short", true,
 			[]Query{{`max(sum by (instance) (increase(lameduck_admission_answers_total{answer="allow",` +
 				`reason=~"Deadline|IdleBound|Suspended|AgentsLost|NoFacts|Cold"}[1h])))`,
 				"too late"}},
@@ -186,8 +186,9 @@ var Rows = []Row{
 			[]Query{{`lameduck_agent_streams`, "{{instance}}"}},
 		},
 		{
-			"Propagation, by gateway", "From when a pod began to go until a gateway had let go of it (removed), and " +
-				"until nothing ran there any more (idle): what a sleep before SIGTERM would have to cover.", "s", false,
+			"Propagation, by gateway", "From the start of a pod's deletion until a gateway had stopped routing to it " +
+				"(removed), and until nothing ran there any more (idle): what a sleep before SIGTERM would have to " +
+				"cover.", "s", false,
 			[]Query{
 				{quantile(0.5, "le, gateway, what", `lameduck_propagation_seconds_bucket`), "p50 {{gateway}} {{what}}"},
 				{quantile(0.99, "le, gateway, what", `lameduck_propagation_seconds_bucket`),
@@ -228,7 +229,7 @@ var Rows = []Row{
 		},
 		{
 			"Hooks, by outcome", "Answers of node agents each second. Local, Stopping, NoTime, NoTargets and " +
-				"TooMany are uncovered: nobody else was asked.", "ops", false,
+				"TooMany are uncovered: no coordinator was asked.", "ops", false,
 			[]Query{{perSecond("outcome", `lameduck_barrier_waits_total`) + ` > 0`, "{{outcome}}"}},
 		},
 		{
@@ -304,7 +305,8 @@ func Dashboard() ([]byte, error) {
 	d := dashboard.NewDashboardBuilder("Lameduck").
 		Uid("lameduck").Tags([]string{"lameduck"}).Refresh("30s").Time("now-3h",
 		"now").Timezone("browser").Tooltip(dashboard.DashboardCursorSyncCrosshair).
-		Description("Kubernetes pods that leave only after every gateway has let go of them, and has said so.").
+		Description("Kubernetes pods that stop only after every gateway has confirmed that it stopped routing to " +
+			"them.").
 		WithVariable(dashboard.NewDatasourceVariableBuilder("datasource").Label("Data source").Type("prometheus"))
 	for _, row := range Rows {
 		d = d.WithRow(dashboard.NewRowBuilder(row.Title))

@@ -1,5 +1,5 @@
-// Package quickstart does what the quick start says, literally, on three real nodes, and upgrades
-// from the previous commit under load.
+// Package quickstart runs the commands of the quick start literally, on three real nodes, and
+// upgrades from the previous commit under load.
 //
 // The documents' commands are taken from their fenced blocks of kind sh and run as they stand, by
 // bash, in the repository; the test brings only what the documents ask operators for: kubectl, the

@@ -1,6 +1,6 @@
-// Package rights compares what a ServiceAccount may do with what it has done: the one by the roles
-// that are bound to it, the other by the API server's audit log. A right that is granted and not
-// needed, and one that is needed and missing, shows in the difference.
+// Package rights compares the rights of a ServiceAccount, from the roles that are bound to it, with
+// their use, from the API server's audit log. The difference shows rights that are granted and not
+// used, and rights that are used and missing.
 package rights
 
 import (

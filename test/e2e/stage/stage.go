@@ -1,4 +1,4 @@
-// Package stage sets the scene for demonstrations and end-to-end tests: Lameduck's coordinator, an
+// Package stage starts what demonstrations and end-to-end tests need: Lameduck's coordinator, an
 // application, and HAProxy with its agent in front of it, all as pods of a real control plane on
 // the stand-in of a node.
 package stage

@@ -1,4 +1,4 @@
-// Package witness shows on a real API server what it means that each replica of the coordinator is
-// an entry of the webhook configuration: no single failure lets a held deletion through, and two
-// evictions of one budget do not lock each other out.
+// Package witness tests several coordinators on a real API server, each an entry of the webhook
+// configuration: no single failure allows a held deletion, and two evictions for one budget do not
+// block each other.
 package witness

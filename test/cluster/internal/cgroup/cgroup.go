@@ -1,6 +1,6 @@
-// Package cgroup makes and removes control groups, in every hierarchy of version 1 that is mounted
-// and in version 2, also beside them. Nothing else goes away by itself when the processes of a test
-// do.
+// Package cgroup makes and removes the control groups of test machines, in version 2 and in every
+// mounted hierarchy of version 1. Control groups are all that does not disappear with the processes
+// of a test.
 package cgroup
 
 import (

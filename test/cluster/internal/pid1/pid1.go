@@ -1,6 +1,6 @@
-// Package pid1 is the first process of a machine: it furnishes the machine's namespaces, says so,
-// and reaps what is orphaned in them. When it is killed the kernel kills all that runs there, and
-// drops the mounts and the network.
+// Package pid1 is the first process of a test machine: it sets up the machine's namespaces, reports
+// that it has, and reaps orphaned processes. When it is killed the kernel kills all processes of
+// the machine, and drops its mounts and network.
 package pid1
 
 import (

@@ -1,5 +1,5 @@
-// Command pause holds the namespaces of a pod, as Kubernetes' own program of this name does: it
-// waits for the end, and reaps orphans where the containers of a pod share a process namespace.
+// Command pause holds the namespaces of a pod, as the Kubernetes program of this name does: it
+// waits for a signal, and reaps orphans if the containers of a pod share a process namespace.
 package main
 
 import (
