@@ -35,9 +35,9 @@ type Service struct {
 	// Identity pod says that the gateway verifies who each pod is, by a certificate of its own
 	// (HBONE, Linkerd). It is refused.
 	Identity string `json:"identity,omitempty"`
-	// HTTP1Quiet, for plain HTTP/1.1 only: connections to an excluded pod on which nothing has
-	// passed for so long since an answer are closed. An answer that pauses for longer is cut.
-	// Empty: none is closed.
+	// HTTP1Quiet, for plain HTTP/1.1 only: connections to an excluded pod, and redirected ones of a
+	// pod that is routed again, are closed when nothing has passed on them for so long since an
+	// answer. An answer that pauses for longer is cut. Empty: none is closed.
 	HTTP1Quiet string `json:"http1Quiet,omitempty"`
 }
 

@@ -460,32 +460,48 @@ func sinceBoot() uint64 {
 	return uint64(t.Nano())
 }
 
-// count returns how many connections the pod has to each address, those included that are about to
-// be made.
-func (g *Gateway) count() (map[netip.AddrPort]int, error) {
-	count := map[netip.AddrPort]int{}
+// notes reads what programs have noted of sockets, by cookie.
+func (g *Gateway) notes(name string) (map[uint64]netip.AddrPort, error) {
+	all := map[uint64]netip.AddrPort{}
 	// In batches, which miss nothing while others come and go.
-	cookies, to := make([]uint64, 512), make([]address, 512)
+	cookies, of := make([]uint64, 512), make([]address, 512)
 	var cursor ebpf.MapBatchCursor
-	before, now := g.dialing, time.Now()
-	g.dialing = map[uint64]time.Time{}
 	for {
-		n, err := g.maps["dialing"].BatchLookup(&cursor, cookies, to, nil)
-		for i, a := range to[:n] {
-			since := cmp.Or(before[cookies[i]], now)
-			if now.Sub(since) >= settle { // a program that would have deleted it was detached
-				_ = g.maps["dialing"].Delete(cookies[i])
-				continue
-			}
-			g.dialing[cookies[i]] = since
-			count[a.addrPort()]++
+		n, err := g.maps[name].BatchLookup(&cursor, cookies, of, nil)
+		for i, a := range of[:n] {
+			all[cookies[i]] = a.addrPort()
 		}
 		if errors.Is(err, ebpf.ErrKeyNotExist) {
-			break
+			return all, nil
 		}
 		if err != nil {
-			return nil, fmt.Errorf("read the map dialing (it needs Linux 5.6): %w", err)
+			return nil, fmt.Errorf("read the map %s (it needs Linux 5.6): %w", name, err)
 		}
+	}
+}
+
+// count returns how many connections the pod has to each address, those included that are about to
+// be made. It closes those that are quiet and may be closed.
+func (g *Gateway) count() (map[netip.AddrPort]int, error) {
+	redirected, err := g.notes("redirected") // first, see below
+	if err != nil {
+		return nil, err
+	}
+	dialing, err := g.notes("dialing")
+	if err != nil {
+		return nil, err
+	}
+	count := map[netip.AddrPort]int{}
+	before, now := g.dialing, time.Now()
+	g.dialing = map[uint64]time.Time{}
+	for cookie, to := range dialing {
+		since := cmp.Or(before[cookie], now)
+		if now.Sub(since) >= settle { // a program that would have deleted it was detached
+			_ = g.maps["dialing"].Delete(cookie)
+			continue
+		}
+		g.dialing[cookie] = since
+		count[to]++
 	}
 	// After the notes: a connection that has just lost its note is a socket.
 	open, err := sockets.List()
@@ -497,29 +513,49 @@ func (g *Gateway) count() (map[netip.AddrPort]int, error) {
 			continue // of the node, if the pod has its network
 		}
 		count[s.Remote]++ // for this time also one that is closed: the gateway may have just chosen it
-		if quiet := g.mayClose(s.Remote); quiet > 0 && s.Quiet(quiet) {
+		if quiet := g.mayClose(s.Remote, redirected[s.Cookie()]); quiet > 0 && s.Quiet(quiet) {
 			if _, err := s.Close(quiet); err != nil {
 				return nil, err
 			}
+		}
+		delete(redirected, s.Cookie())
+	}
+	for cookie := range redirected {
+		if _, is := dialing[cookie]; !is { // it is closed, and a program was detached
+			_ = g.maps["redirected"].Delete(cookie)
 		}
 	}
 	return count, nil
 }
 
-// mayClose returns when a connection to an address is quiet. 0: it is not closed.
-func (g *Gateway) mayClose(addr netip.AddrPort) time.Duration {
-	e := g.excluded[addr]
-	if e == nil || e.Count == 0 || len(e.pools) == 0 {
-		return 0
+// mayClose returns when a connection is quiet that may be closed: one to an excluded address, or
+// one that was redirected, because it was meant for an address that is routed again. 0: it stays.
+func (g *Gateway) mayClose(to, meant netip.AddrPort) (quiet time.Duration) {
+	pools := map[health.Pool]bool{}
+	if e := g.excluded[to]; e != nil && e.Count > 0 {
+		pools = e.pools
+	} else {
+		for k, routed := range g.targets[meant] {
+			if routed {
+				pools[k.Pool] = true
+			}
+		}
 	}
-	var quiet time.Duration
-	for p := range e.pools {
+	for p := range pools {
 		if g.quiet[p] == 0 {
 			return 0
 		}
 		quiet = max(quiet, g.quiet[p])
 	}
 	return quiet
+}
+
+// stray reports whether a connection that was redirected would be closed if it were quiet.
+func (g *Gateway) stray() bool {
+	redirected, _ := g.notes("redirected") // count says what is wrong with it
+	return slices.ContainsFunc(slices.Collect(maps.Values(redirected)), func(meant netip.AddrPort) bool {
+		return g.mayClose(netip.AddrPort{}, meant) > 0
+	})
 }
 
 // Observe implements gateway.Directed. The first reading of an exclusion does not count: it says
@@ -560,7 +596,7 @@ func (g *Gateway) Observe(ctx context.Context, keys []health.Key) (health.Observ
 			held = true
 		}
 	}
-	if len(keys) == 0 {
+	if len(keys) == 0 && !g.stray() {
 		return o, nil
 	}
 	if fresh && !held {

@@ -45,6 +45,7 @@ const (
 	atReplacements = 16
 	exclusionLen   = atReplacements + maxReplacements*addressLen
 	maxDialing     = 1 << 12
+	maxRedirected  = 1 << 14
 	maxTargets     = 1 << 16
 	tcp            = 6
 	opTCPConnect   = 3 // BPF_SOCK_OPS_TCP_CONNECT_CB: the socket is in the kernel's table from here on
@@ -52,30 +53,32 @@ const (
 )
 
 // mapSpecs returns the maps. excluded is what the programs obey. dialing has the destinations of
-// sockets between their connect() and the kernel's table of sockets, by socket cookie. targets is
-// for agents only: what an earlier one was told of.
+// sockets between their connect() and the kernel's table of sockets, by socket cookie. redirected
+// has the excluded addresses that sockets were meant for, until they are closed. What it has no
+// room for is not closed later. targets is for agents only: what an earlier one was told of.
 func mapSpecs(maxExclusions uint32) map[string]*ebpf.MapSpec {
 	hash := func(name string, key, value, entries uint32) *ebpf.MapSpec {
 		return &ebpf.MapSpec{Name: name, Type: ebpf.Hash, KeySize: key, ValueSize: value, MaxEntries: entries,
 			Flags: bpfNoPrealloc, Pinning: ebpf.PinByName}
 	}
 	return map[string]*ebpf.MapSpec{
-		"excluded": hash("excluded", addressLen, exclusionLen, maxExclusions),
-		"dialing":  hash("dialing", 8, addressLen, maxDialing),
-		"targets":  hash("targets", addressLen+maxUID+maxPool, 1, maxTargets),
+		"excluded":   hash("excluded", addressLen, exclusionLen, maxExclusions),
+		"dialing":    hash("dialing", 8, addressLen, maxDialing),
+		"redirected": hash("redirected", 8, addressLen, maxRedirected),
+		"targets":    hash("targets", addressLen+maxUID+maxPool, 1, maxTargets),
 	}
 }
 
 // programSpecs returns the programs. They are written in the assembler of cilium/ebpf: this is
 // their only source, and nothing generated is committed.
 func programSpecs(maps map[string]*ebpf.Map) []*ebpf.ProgramSpec {
-	excluded, dialing := maps["excluded"].FD(), maps["dialing"].FD()
+	excluded, dialing, redirected := maps["excluded"].FD(), maps["dialing"].FD(), maps["redirected"].FD()
 	specs := []*ebpf.ProgramSpec{
-		{Name: "ld_released", Type: ebpf.CGroupSock, Instructions: forget(dialing)},
-		{Name: "ld_dialed", Type: ebpf.SockOps, Instructions: forget(dialing,
+		{Name: "ld_released", Type: ebpf.CGroupSock, Instructions: forget([]int{dialing, redirected})},
+		{Name: "ld_dialed", Type: ebpf.SockOps, Instructions: forget([]int{dialing},
 			asm.LoadMem(asm.R1, asm.R6, 0, asm.Word), asm.JNE.Imm(asm.R1, opTCPConnect, "pass"))},
-		{Name: "ld_connect4", Type: ebpf.CGroupSockAddr, Instructions: connect(excluded, dialing, false)},
-		{Name: "ld_connect6", Type: ebpf.CGroupSockAddr, Instructions: connect(excluded, dialing, true)},
+		{Name: "ld_connect4", Type: ebpf.CGroupSockAddr, Instructions: connect(excluded, dialing, redirected, false)},
+		{Name: "ld_connect6", Type: ebpf.CGroupSockAddr, Instructions: connect(excluded, dialing, redirected, true)},
 	}
 	for i, s := range specs {
 		s.AttachType, s.License = attachTypes[i], "Apache-2.0"
@@ -105,10 +108,10 @@ const (
 // connect is the program of connect(). It notes where the socket goes and then looks whether that
 // is excluded, in this order: an agent that writes the exclusion and then reads the notes misses no
 // connection. The replacement is chosen at random, and is not an excluded one.
-func connect(excluded, dialing int, six bool) asm.Instructions {
-	note := func(destination int32) asm.Instructions {
+func connect(excluded, dialing, redirected int, six bool) asm.Instructions {
+	note := func(in int, destination int32) asm.Instructions {
 		return asm.Instructions{
-			asm.LoadMapPtr(asm.R1, dialing),
+			asm.LoadMapPtr(asm.R1, in),
 			asm.Mov.Reg(asm.R2, asm.RFP), asm.Add.Imm(asm.R2, onCookie),
 			asm.Mov.Reg(asm.R3, asm.RFP), asm.Add.Imm(asm.R3, destination),
 			asm.Mov.Imm(asm.R4, 0),
@@ -149,7 +152,7 @@ func connect(excluded, dialing int, six bool) asm.Instructions {
 		asm.LoadMem(asm.R1, asm.R6, ctxPort, asm.Word), asm.StoreMem(asm.RFP, onDestination+16, asm.R1, asm.Word),
 		asm.Mov.Reg(asm.R1, asm.R6), asm.FnGetSocketCookie.Call(), asm.StoreMem(asm.RFP, onCookie, asm.R0, asm.DWord),
 	)
-	code = append(code, note(onDestination)...)
+	code = append(code, note(dialing, onDestination)...)
 	code = append(code, find(onDestination)...)
 	code = append(code,
 		asm.JEq.Imm(asm.R0, 0, "pass"),
@@ -174,41 +177,43 @@ func connect(excluded, dialing int, six bool) asm.Instructions {
 		return asm.Instructions{asm.LoadMem(asm.R1, asm.R2, atReplacements+at, asm.Word),
 			asm.StoreMem(asm.RFP, onReplacement+at, asm.R1, asm.Word)}
 	})...)
-	code = append(code, note(onReplacement)...)
+	code = append(code, note(dialing, onReplacement)...)
 	code = append(code, find(onReplacement)...)
 	code = append(code,
 		asm.JEq.Imm(asm.R0, 0, "take"),
 		asm.LoadMem(asm.R1, asm.R0, atExpires, asm.DWord), asm.JLT.Reg(asm.R7, asm.R1, "next"),
 	)
-	take := asm.Instructions{asm.LoadMem(asm.R1, asm.RFP, onReplacement+12, asm.Word),
-		asm.StoreMem(asm.R6, ctxIP4, asm.R1, asm.Word)}
+	take := note(redirected, onDestination)
+	take[0] = take[0].WithSymbol("take")
 	if six {
-		take = words(4, func(at int16) asm.Instructions {
+		take = append(take, words(4, func(at int16) asm.Instructions {
 			return asm.Instructions{asm.LoadMem(asm.R1, asm.RFP, onReplacement+at, asm.Word),
 				asm.StoreMem(asm.R6, ctxIP6+at, asm.R1, asm.Word)}
-		})
+		})...)
+	} else {
+		take = append(take, asm.LoadMem(asm.R1, asm.RFP, onReplacement+12, asm.Word),
+			asm.StoreMem(asm.R6, ctxIP4, asm.R1, asm.Word))
 	}
-	take[0] = take[0].WithSymbol("take")
 	code = append(code, take...)
 	code = append(code,
 		asm.LoadMem(asm.R1, asm.RFP, onReplacement+16, asm.Word), asm.StoreMem(asm.R6, ctxPort, asm.R1, asm.Word),
 		asm.Ja.Label("pass"),
 	)
-	none := note(onDestination)
+	none := note(dialing, onDestination)
 	none[0] = none[0].WithSymbol("none")
 	return append(append(code, none...), asm.Mov.Imm(asm.R0, 1).WithSymbol("pass"), asm.Return())
 }
 
-// forget is a program that deletes the note of a socket, if the instructions before do not pass.
-func forget(dialing int, before ...asm.Instruction) asm.Instructions {
+// forget is a program that deletes the notes of a socket, if the instructions before do not pass.
+func forget(from []int, before ...asm.Instruction) asm.Instructions {
 	code := append(asm.Instructions{asm.Mov.Reg(asm.R6, asm.R1)}, before...)
-	return append(code,
-		asm.Mov.Reg(asm.R1, asm.R6), asm.FnGetSocketCookie.Call(), asm.StoreMem(asm.RFP, onCookie, asm.R0, asm.DWord),
-		asm.LoadMapPtr(asm.R1, dialing),
-		asm.Mov.Reg(asm.R2, asm.RFP), asm.Add.Imm(asm.R2, onCookie),
-		asm.FnMapDeleteElem.Call(),
-		asm.Mov.Imm(asm.R0, 1).WithSymbol("pass"), asm.Return(),
-	)
+	code = append(code,
+		asm.Mov.Reg(asm.R1, asm.R6), asm.FnGetSocketCookie.Call(), asm.StoreMem(asm.RFP, onCookie, asm.R0, asm.DWord))
+	for _, notes := range from {
+		code = append(code, asm.LoadMapPtr(asm.R1, notes),
+			asm.Mov.Reg(asm.R2, asm.RFP), asm.Add.Imm(asm.R2, onCookie), asm.FnMapDeleteElem.Call())
+	}
+	return append(code, asm.Mov.Imm(asm.R0, 1).WithSymbol("pass"), asm.Return())
 }
 
 // needs is what a program needs of the kernel, for the error of an agent that cannot load it.

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"math/rand/v2"
 	"net"
 	"net/netip"
 	"os"
@@ -26,6 +27,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/pkg/gateway/sockets"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
@@ -368,6 +370,130 @@ func TestConnectionsThatCount(t *testing.T) {
 	}
 }
 
+// With hostNetwork all pods have the network of the node. Only the gateway's own processes are
+// redirected, and only their connections count or are closed.
+func TestHostNetwork(t *testing.T) {
+	p, other := newPod(t, false), newPod(t, true)
+	p.config.Services[0].HTTP1Quiet = "5ms" // less than a file may say
+	g, dials, dialsToo := p.open(t), p.child(t, "dial"), other.child(t, "dial")
+	a, b := listen(t, "127.0.93.1"), listen(t, "127.0.93.2")
+	fromNode := func() string {
+		fd, peer, err := dial(false, a)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { syscall.Close(fd) })
+		return peer
+	}
+	apply(t, g, health.WantRouted, a, b)
+	for _, peer := range []string{dials.ask("4 %s", a), dialsToo.ask("4 %s", a), fromNode()} {
+		if peer != a.String() {
+			t.Fatalf("nothing is excluded, and the peer is %s", peer)
+		}
+	}
+	apply(t, g, health.WantRemoved, a)
+	gatewaytest.Until(t, "the gateway's connection is closed", func() bool { return see(t, g, key(a)).Active == 0 })
+	for range 20 {
+		if peer := dials.ask("4 %s", a); peer != b.String() {
+			t.Fatalf("the gateway reaches %s", peer)
+		}
+		if peer := dialsToo.ask("4 %s", a); peer != a.String() {
+			t.Fatalf("another pod on the node's network reaches %s", peer)
+		}
+		if peer := fromNode(); peer != a.String() {
+			t.Fatalf("the node reaches %s", peer)
+		}
+	}
+	if seen := see(t, g, key(a)); seen.Routed || seen.Active != 0 {
+		t.Errorf("connections of the node and of another pod are seen as %+v", seen)
+	}
+	if n := opened(t, a); n != 2*21 {
+		t.Errorf("of 42 connections of the node and of another pod %d are open", n)
+	}
+	// A gateway beside it, with an agent of its own.
+	second := other.open(t)
+	apply(t, second, health.WantRouted, a, b)
+	apply(t, second, health.WantRemoved, b)
+	if peer := dialsToo.ask("4 %s", b); peer != a.String() {
+		t.Errorf("the second gateway reaches %s", peer)
+	}
+	if peer := dials.ask("4 %s", b); peer != b.String() {
+		t.Errorf("the first gateway reaches %s", peer)
+	}
+}
+
+// opened returns how many connections to an address are open in this network.
+func opened(t *testing.T, to netip.AddrPort) (n int) {
+	t.Helper()
+	all, err := sockets.List()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range all {
+		if s.Remote == to {
+			n++
+		}
+	}
+	return n
+}
+
+// Connections that were redirected are closed when they are quiet and their pod is routed again,
+// also by the next agent, and no others are.
+func TestRedirectedConnectionsAreClosed(t *testing.T) {
+	for _, quiet := range []string{"", "5ms"} { // less than a file may say
+		p := newPod(t, false)
+		p.config.Services[0].HTTP1Quiet = quiet
+		dials := p.child(t, "dial")
+		a, b := listen(t, "127.0.95.1"), listen(t, "127.0.95.2")
+		g := p.open(t)
+		apply(t, g, health.WantRouted, a, b)
+		apply(t, g, health.WantRemoved, a)
+		dials.ask("4 %s", b)
+		dials.ask("6 %s", a)
+		dials.ask("4 %s", a)
+		look := func(g *Gateway, want int) {
+			t.Helper()
+			for end := time.Now().Add(100 * time.Millisecond); time.Now().Before(end); time.Sleep(time.Millisecond) {
+				if _, err := g.Observe(t.Context(), nil); err != nil {
+					t.Fatal(err)
+				}
+				if n := opened(t, b); n < want {
+					t.Fatalf("http1Quiet %q: %d connections are open, want %d", quiet, n, want)
+				}
+			}
+		}
+		look(g, 3) // the exclusion stands
+		apply(t, g, health.WantRouted, a)
+		next := p.open(t)
+		want := 3
+		if quiet != "" {
+			want = 1
+			gatewaytest.Until(t, "both are closed", func() bool {
+				if _, err := next.Observe(t.Context(), nil); err != nil {
+					t.Fatal(err)
+				}
+				notes, err := next.notes("redirected")
+				return err == nil && len(notes) == 0 && opened(t, b) == 1
+			})
+		}
+		look(next, want)
+		dials.ask("close")
+		if notes, err := next.notes("redirected"); err != nil || len(notes) > 0 {
+			t.Errorf("notes of connections that are closed: %v, %v", notes, err)
+		}
+		// A detached program leaves notes that no socket deletes any more.
+		if err := next.maps["redirected"].Put(uint64(1)<<60, addressOf(a)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := next.count(); err != nil {
+			t.Fatal(err)
+		}
+		if notes, err := next.notes("redirected"); err != nil || len(notes) > 0 {
+			t.Errorf("a note without a socket: %v, %v", notes, err)
+		}
+	}
+}
+
 // One pod in two Services has one address. Its replacement is in both, and it is not kept from one
 // alone.
 func TestOnePodOfTwoServices(t *testing.T) {
@@ -575,12 +701,12 @@ func TestKilledAtAnyMoment(t *testing.T) {
 	p := newPod(t, false)
 	dials := p.child(t, "dial")
 	a, b := listen(t, "127.0.88.101"), listen(t, "127.0.88.102")
-	for round := range 20 {
+	for range 20 {
 		c := p.child(t, "agent")
 		if got := c.line(); got != "started" {
 			t.Fatal(got)
 		}
-		time.Sleep(time.Duration(round) * 3 * time.Millisecond) // the moments are the subject
+		time.Sleep(rand.N(60 * time.Millisecond)) // the moments are the subject
 		c.cmd.Process.Kill()
 		if text, _ := io.ReadAll(c.out); len(text) > 0 {
 			t.Errorf("the agent says %s", text)
@@ -616,6 +742,110 @@ func TestKilledAtAnyMoment(t *testing.T) {
 			t.Fatal(err)
 		}
 		m.Close()
+	}
+}
+
+// keeper is an agent that keeps one of two targets excluded.
+func keeper() {
+	var c Config
+	if err := json.Unmarshal([]byte(os.Getenv("CONFIG")), &c); err != nil {
+		panic(err)
+	}
+	fmt.Println("starts")
+	g, err := open(c, maxExclusions)
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	a, b := key(netip.MustParseAddrPort(os.Getenv("EXCLUDED"))), key(netip.MustParseAddrPort(os.Getenv("OTHER")))
+	for said := false; ; {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		err := g.Apply(ctx, []health.Op{{Key: b, Want: health.WantRouted}, {Key: a, Want: health.WantRemoved}})
+		o, also := g.Observe(ctx, []health.Key{a})
+		cancel()
+		switch {
+		case err != nil || also != nil:
+			fmt.Println(err, also)
+		case !said && !o.Seen[a].Routed:
+			fmt.Println("removed")
+			said = true
+		}
+	}
+}
+
+// An exclusion stands while the agent is replaced: no connection gets to the excluded pod when an
+// agent is killed, while there is none, and while the next one puts its programs in the place of
+// the former ones, whenever that is killed.
+func TestAnAgentIsReplaced(t *testing.T) {
+	p := newPod(t, false)
+	a, b := listen(t, "127.0.96.1"), listen(t, "127.0.96.2")
+	t.Setenv("EXCLUDED", a.String())
+	t.Setenv("OTHER", b.String())
+	c := p.child(t, "keep")
+	for _, want := range []string{"starts", "removed"} {
+		if got := c.line(); got != want {
+			t.Fatal(got)
+		}
+	}
+	links := func() (ids [4]link.ID) {
+		for i := range ids {
+			l, err := link.LoadPinnedLink(filepath.Join(p.config.Pins, p.uid, linkName(i)), nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			info, err := l.Info()
+			if err != nil {
+				t.Fatal(err)
+			}
+			ids[i] = info.ID
+			l.Close()
+		}
+		return ids
+	}
+	before := links()
+	dials, stop, dialed := p.child(t, "dial"), make(chan struct{}), make(chan map[string]int)
+	go func() {
+		peers := map[string]int{}
+		defer func() { dialed <- peers }()
+		for {
+			select {
+			case <-stop:
+				return
+			default:
+			}
+			for range 50 {
+				peers[dials.ask("4 %s", a)]++
+			}
+			dials.ask("close")
+		}
+	}()
+	for round := range 20 {
+		if c.cmd.Process.Kill(); c.cmd.Wait() == nil {
+			t.Error("it had ended")
+		}
+		if round%2 == 0 {
+			time.Sleep(rand.N(20 * time.Millisecond)) // there is no agent: the subject
+		}
+		c = p.child(t, "keep")
+		if got := c.line(); got != "starts" {
+			t.Fatal(got)
+		}
+		if round%4 == 3 {
+			if got := c.line(); got != "removed" {
+				t.Fatal(got)
+			}
+		} else {
+			time.Sleep(rand.N(20 * time.Millisecond)) // any moment of its start
+		}
+	}
+	close(stop)
+	peers := <-dialed
+	t.Logf("%v", peers)
+	if peers[b.String()] < 500 || len(peers) != 1 {
+		t.Errorf("the excluded one is %s, and the peers are %v", a, peers)
+	}
+	if after := links(); after != before {
+		t.Errorf("the links are others: %v, before %v", after, before)
 	}
 }
 

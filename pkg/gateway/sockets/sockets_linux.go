@@ -45,6 +45,11 @@ func List() ([]Socket, error) {
 	return all, nil
 }
 
+// Cookie is what programs in the kernel call the socket.
+func (s Socket) Cookie() uint64 {
+	return uint64(binary.NativeEndian.Uint32(s.id[40:])) | uint64(binary.NativeEndian.Uint32(s.id[44:]))<<32
+}
+
 // Close resets the connection if it is still quiet. It reports whether it did. A request that the
 // owner writes between the two, some microseconds, is lost. It needs CAP_NET_ADMIN.
 func (s Socket) Close(after time.Duration) (bool, error) {
