@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/pem"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -14,12 +15,14 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 )
 
 // The whole way, from the coordinator's drain to its acknowledgement, before a HAProxy that the
-// agent does not know and that never learns of anything.
+// agent does not know and that never learns of anything. The agent is killed and replaced.
 func TestTheKernelDirects(t *testing.T) {
 	root := "/sys/fs/cgroup"
 	if _, err := os.Stat(root + "/unified"); err == nil {
@@ -38,7 +41,7 @@ func TestTheKernelDirects(t *testing.T) {
 			time.Sleep(10 * time.Millisecond) // until its processes are gone
 		}
 	})
-	w := newPods(t, 3)
+	w := newPods(t, 5)
 	w.api, w.boss = newAPI(t, w.list...), newBoss(t, time.Minute)
 	w.proxy, w.metrics = gatewaytest.FreeAddress(t), gatewaytest.FreeAddress(t)
 	servers := ""
@@ -61,23 +64,38 @@ func TestTheKernelDirects(t *testing.T) {
 apiVersion: lameduck.io/v1alpha1
 kind: AgentConfiguration
 coordinators: {addresses: ["https://%[2]s"], serverName: example.com, caFile: %[1]s/ca.crt, tokenFile: %[1]s/token}
+stateDir: %[1]s/state
 gateway:
   kernel: {podUID: %[3]s, cgroups: %[4]s, pins: %[1]s/bpf, services: [{service: shop/web}]}
 `, w.dir, w.boss.address, uid, root))
-	if err := os.Mkdir(filepath.Join(w.dir, "bpf"), 0o755); err != nil {
-		t.Fatal(err)
+	for _, dir := range []string{"bpf", "state"} {
+		if err := os.Mkdir(filepath.Join(w.dir, dir), 0o755); err != nil {
+			t.Fatal(err)
+		}
 	}
-	// The agent is a container of the pod.
-	inside := `mount -t bpf bpf "$0" && echo $$ > ` + cgroup + `/cgroup.procs && exec "$@"`
-	w.agent = exec.Command("/bin/sh", "-c", inside, filepath.Join(w.dir, "bpf"),
-		os.Args[0], "--config", filepath.Join(w.dir, "agent.yaml"), "--kubeconfig", filepath.Join(w.dir, "kubeconfig"),
-		"--metrics-address", w.metrics)
-	w.agent.Env = append(os.Environ(), asAgent+"=1")
-	w.agent.Stdout, w.agent.Stderr = w.log, w.log
-	w.agent.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Unshareflags: syscall.CLONE_NEWNS}
-	if err := w.agent.Start(); err != nil {
-		t.Fatal(err)
+	// Each mount has maps and links of its own: the next agent needs the same one.
+	bpf := filepath.Join(w.dir, "bpf")
+	if err := unix.Mount("bpf", bpf, "bpf", 0, ""); err != nil {
+		gatewaytest.Missing(t, "bpffs", err)
 	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(bpf, unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
+	live := func() {
+		// The agent is a container of the pod.
+		w.agent = exec.Command("/bin/sh", "-c", script, cgroup, os.Args[0], "--config",
+			filepath.Join(w.dir, "agent.yaml"), "--kubeconfig", filepath.Join(w.dir, "kubeconfig"),
+			"--metrics-address", w.metrics)
+		w.agent.Env = append(os.Environ(), asAgent+"=1")
+		w.agent.Stdout, w.agent.Stderr = w.log, w.log
+		w.agent.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+		if err := w.agent.Start(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	live()
 	ctx, stop := context.WithCancel(context.Background())
 	asked := make(chan struct{})
 	go w.ask(ctx, asked)
@@ -99,8 +117,37 @@ gateway:
 	if w.routedSince(gone, promised) {
 		t.Error("it was routed after the agent had said that it is not")
 	}
+	// It is killed at any moment of the next drain, with coordinators and without. The next agent
+	// puts its own programs in the place of the former ones.
+	for round, uid := range w.pods[1:3] {
+		w.boss.drain(uid)
+		time.Sleep(rand.N(60 * time.Millisecond)) // any moment of a drain
+		if round > 0 {
+			w.boss.down()
+		}
+		w.die()
+		w.mustServe(w.pods[:3]...)
+		live()
+		if round > 0 {
+			w.until("it has given up on coordinators", func() bool {
+				return strings.Contains(w.log.String(), "without knowing which drains are open")
+			})
+			w.mustServe(w.pods[:3]...)
+			w.boss.up()
+		}
+		w.until("the agent is ready", w.ready)
+		w.until("the pod is idle", func() bool { return w.boss.heard(uid) == drain.Idle })
+		if w.routedSince(gone, promised) {
+			t.Error("it was routed by the next agent, or while there was none")
+		}
+		since := time.Now()
+		w.mustServe(w.pods[:3]...)
+		if w.routedSince(uid, since) {
+			t.Errorf("%s was routed after the next agent had said that it is not", uid)
+		}
+	}
 	// The last one is kept.
-	w.boss.drain(w.pods[1:]...)
+	w.boss.drain(w.pods[3:]...)
 	kept := func() int {
 		n := 0
 		for _, uid := range w.pods {
