@@ -13,6 +13,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"text/template"
 	"time"
@@ -180,9 +181,9 @@ const held = "held"
 // after the other until REQUESTS were sent to each app.
 func (l *lab) testKernel(t *testing.T, rows *[]row) {
 	node := l.Set.Machines[2]
-	for _, command := range []string{"mount -t bpf bpf /sys/fs/bpf", "mkdir /run/routes"} {
-		if out, err := node.Run(t.Context(), "sh", "-c", command); err != nil {
-			t.Fatalf("%s: %v: %s", command, err, out)
+	for _, m := range l.Set.Machines[1:] {
+		if out, err := m.Run(t.Context(), "sh", "-c", "mount -t bpf bpf /sys/fs/bpf && mkdir /run/routes"); err != nil {
+			t.Fatalf("%s: %v: %s", m.Name, err, out)
 		}
 	}
 	l.namespace(t, edge, map[string]string{"lameduck.io/mode": "off"})
@@ -200,6 +201,7 @@ func (l *lab) testKernel(t *testing.T, rows *[]row) {
 		}
 		t.Run(g.name, func(t *testing.T) { l.testUnchanged(t, node, g, all, rows) })
 	}
+	t.Run("HostNetwork", l.testHostNetwork)
 	for _, m := range all {
 		l.deploy(t, m.work.with("Deployment", 0))
 	}
@@ -207,15 +209,7 @@ func (l *lab) testKernel(t *testing.T, rows *[]row) {
 }
 
 func (l *lab) testUnchanged(t *testing.T, node *machine.Machine, g unchanged, all []mode, rows *[]row) {
-	program := gatewaytest.LookPath(t, g.name)
-	libraries, err := machine.Libraries(t.Context(), program)
-	if err != nil {
-		libraries = nil // it is linked statically
-	}
-	image := "lameduck.test/unchanged-" + g.name + ":1"
-	if err := l.Set.Load(t.Context(), machine.Image{Name: image, Program: program, Libraries: libraries}); err != nil {
-		t.Fatal(err)
-	}
+	image := l.unchangedImage(t, g)
 	routes := &follower{lab: l, node: node, gateway: g}
 	for _, m := range all {
 		for _, app := range apps {
@@ -297,6 +291,158 @@ func (l *lab) testUnchanged(t *testing.T, node *machine.Machine, g unchanged, al
 				t.Errorf("%s, %s: %d requests, want %d", via.gateway, how, exits.Requests, least)
 			}
 		}
+	}
+}
+
+// unchangedImage makes the image of a gateway, on each node.
+func (l *lab) unchangedImage(t *testing.T, g unchanged) string {
+	t.Helper()
+	program := gatewaytest.LookPath(t, g.name)
+	libraries, err := machine.Libraries(t.Context(), program)
+	if err != nil {
+		libraries = nil // it is linked statically
+	}
+	image := machine.Image{Name: "lameduck.test/unchanged-" + g.name + ":1", Program: program, Libraries: libraries}
+	if err := l.Set.Load(t.Context(), image); err != nil {
+		t.Fatal(err)
+	}
+	return image.Name
+}
+
+// testHostNetwork has two gateways with hostNetwork, on nodes of their own, and the agent of one of
+// them is frozen. The other agent redirects its own gateway, and no process else on its node. The
+// deletion waits for both up to the deadline, and is allowed with the pod named whose agent was
+// silent.
+func (l *lab) testHostNetwork(t *testing.T) {
+	g := unchangedGateways[0]
+	objects := l.unchangedObjects(t, g, l.unchangedImage(t, g))
+	for _, o := range objects {
+		if o["kind"] != "Deployment" {
+			continue
+		}
+		o["spec"].(object)["replicas"] = 2
+		pod := o["spec"].(object)["template"].(object)["spec"].(object)
+		delete(pod, "nodeSelector")
+		pod["affinity"], pod["hostNetwork"] = notOn("node-1"), true
+		// The node's agent has the other port. No node has room for this one twice.
+		agent := pod["initContainers"].([]any)[0].(object)
+		agent["args"] = append(agent["args"].([]any), "--metrics-address="+hostNetworkPort)
+		agent["ports"].([]any)[0].(object)["containerPort"] = 9111
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	var wg sync.WaitGroup
+	var routes []*follower
+	for _, m := range l.Set.Machines[1:] {
+		f := &follower{lab: l, node: m, gateway: g, of: [][2]string{{held, "exit"}}}
+		if _, err := f.follow(t.Context(), nil); err != nil {
+			t.Fatal(err)
+		}
+		routes = append(routes, f)
+	}
+	l.apply(t, objects...)
+	defer func() {
+		cancel()
+		wg.Wait()
+		l.kubectl(t, "delete", "deployment", "-n", edge, "ingress", "--cascade=foreground", "--timeout=60s")
+	}()
+	l.kubectl(t, "rollout", "status", "-n", edge, "deployment/ingress", "--timeout=60s")
+	for _, f := range routes {
+		wg.Go(func() { f.run(ctx, t) })
+	}
+	pods, err := l.Kube.CoreV1().Pods(edge).List(t.Context(), metav1.ListOptions{LabelSelector: "app=ingress"})
+	if err != nil || len(pods.Items) != 2 {
+		t.Fatalf("pods of the gateway: %v, %v", pods, err)
+	}
+	frozen, node := pods.Items[0], l.Set.Machines[2]
+	if frozen.Spec.NodeName == node.Name {
+		frozen = pods.Items[1]
+	}
+	l.signalHostNetwork(t, syscall.SIGSTOP)
+	defer l.signalHostNetwork(t, syscall.SIGCONT)
+
+	targets, err := l.Kube.CoreV1().Pods(held).List(t.Context(), metav1.ListOptions{LabelSelector: "app=exit"})
+	if err != nil || len(targets.Items) == 0 {
+		t.Fatalf("pods of the app: %v, %v", targets, err)
+	}
+	gone, began := targets.Items[0], time.Now()
+	deleted := make(chan error, 1)
+	go func() {
+		_, err := l.Kubectl(t.Context(), "delete", "pod", "-n", held, gone.Name, "--timeout=90s")
+		deleted <- err
+	}()
+	// ask returns the pod that answers a process of the node, by the gateway or by itself.
+	client := &http.Client{Transport: &http.Transport{DialContext: node.Dial, DisableKeepAlives: true},
+		Timeout: 5 * time.Second}
+	ask := func(address string) string {
+		request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://"+address+"/", nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		request.Host = "exit." + held
+		response, err := client.Do(request)
+		if err != nil {
+			return err.Error()
+		}
+		response.Body.Close()
+		return response.Header.Get("Pod")
+	}
+	const many = 60 // of six pods
+	l.Await(t, 20*time.Second, "the gateway is redirected", func() error {
+		for range many {
+			if by := ask(node.Address.String() + ":8000"); by == gone.Name || !strings.HasPrefix(by, "exit-") {
+				return fmt.Errorf("%s answers", by)
+			}
+		}
+		return nil
+	})
+	for range many {
+		if by := ask(gone.Status.PodIP + ":8080"); by != gone.Name {
+			t.Fatalf("a process of the node that connects to %s is answered by %s", gone.Name, by)
+		}
+		if by := ask(node.Address.String() + ":8000"); by == gone.Name || !strings.HasPrefix(by, "exit-") {
+			t.Fatalf("after the gateway was redirected %s answers", by)
+		}
+	}
+	now, err := l.Kube.CoreV1().Pods(held).Get(t.Context(), gone.Name, metav1.GetOptions{})
+	if err != nil || now.DeletionTimestamp != nil {
+		t.Fatalf("after %s the pod is deleted: %v", time.Since(began), err)
+	}
+	if err := <-deleted; err != nil {
+		t.Fatal(err)
+	}
+	l.Await(t, 10*time.Second, "the coordinator names the silent agent", func() error {
+		out, err := l.Kubectl(t.Context(), "logs", "-n", system, "-l", "app.kubernetes.io/component=webhook",
+			"--tail=-1", "--since-time="+began.Add(-time.Second).Format(time.RFC3339))
+		if err != nil {
+			return err
+		}
+		said := []string{}
+		for line := range strings.Lines(out) {
+			if !strings.Contains(line, `"msg":"deletion"`) || !strings.Contains(line, gone.Name) {
+				continue
+			}
+			if said = append(said, line); strings.Contains(line, `"reason":"Deadline"`) &&
+				strings.Contains(line, frozen.Name) {
+				t.Logf("after %s: %s", time.Since(began).Round(time.Second), line)
+				return nil
+			}
+		}
+		return fmt.Errorf("want the reason Deadline and %s: %q", frozen.Name, said)
+	})
+}
+
+// hostNetworkPort is where agents of gateways with hostNetwork listen.
+const hostNetworkPort = ":9111"
+
+// signalHostNetwork sends a signal to the agent of the gateway on node-2.
+func (l *lab) signalHostNetwork(t *testing.T, s syscall.Signal) {
+	t.Helper()
+	out, err := l.Set.Machines[1].Run(context.WithoutCancel(t.Context()), "bash", "-c", fmt.Sprintf(`
+		for p in /proc/[0-9]*; do
+			[[ $(tr '\0' ' ' < $p/cmdline) = "/agent "*metrics-address=%s* ]] && kill -%d ${p#/proc/} && echo $p
+		done 2> /dev/null; true`, hostNetworkPort, int(s)))
+	if err != nil || strings.Count(out, "/proc") != 1 {
+		t.Errorf("signal %s: %v: %q", s, err, out)
 	}
 }
 
