@@ -94,14 +94,22 @@ func newPod(t testing.TB, systemd bool) *pod {
 	if _, err := os.Stat(root + "/unified"); err == nil {
 		root += "/unified"
 	}
-	p := &pod{uid: fmt.Sprintf("%08x-0000-4000-8000-%012x", rand.Uint32(), os.Getpid()), root: root}
-	name := "kubepods/burstable/pod" + p.uid
+	top := filepath.Join(root, fmt.Sprintf("lameduck-test-%d-%08x", os.Getpid(), rand.Uint32()))
 	if systemd {
-		name = "kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod" + strings.ReplaceAll(p.uid, "-", "_") +
-			".slice"
+		return newPodIn(t, root, top+"/kubepods.slice/kubepods-burstable.slice", "kubepods-burstable-pod%s.slice")
 	}
-	top := filepath.Join(root, fmt.Sprintf("lameduck-test-%d-%s", os.Getpid(), p.uid))
-	p.dir = filepath.Join(top, name)
+	return newPodIn(t, root, top+"/kubepods/burstable", "pod%s")
+}
+
+// newPodIn makes a pod in a folder of cgroups, whose name there is as format says.
+func newPodIn(t testing.TB, root, dir, format string) *pod {
+	t.Helper()
+	p := &pod{uid: fmt.Sprintf("%08x-0000-4000-8000-%012x", rand.Uint32(), os.Getpid()), root: root}
+	uid, pins := p.uid, os.Getenv(inside)
+	if strings.HasSuffix(format, ".slice") {
+		uid = strings.ReplaceAll(uid, "-", "_")
+	}
+	p.dir = filepath.Join(dir, fmt.Sprintf(format, uid))
 	for _, container := range []string{"gateway", "sidecar"} {
 		if err := os.MkdirAll(filepath.Join(p.dir, container), 0o755); err != nil {
 			gatewaytest.Missing(t, "cgroup2", err)

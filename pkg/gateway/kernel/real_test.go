@@ -373,8 +373,9 @@ func TestConnectionsThatCount(t *testing.T) {
 // With hostNetwork all pods have the network of the node. Only the gateway's own processes are
 // redirected, and only their connections count or are closed.
 func TestHostNetwork(t *testing.T) {
-	p, other := newPod(t, false), newPod(t, true)
-	p.config.Services[0].HTTP1Quiet = "5ms" // less than a file may say
+	p := newPod(t, false)
+	other := newPodIn(t, p.root, filepath.Dir(p.dir), "pod%s") // of the same class
+	p.config.Services[0].HTTP1Quiet = "5ms"                    // less than a file may say
 	g, dials, dialsToo := p.open(t), p.child(t, "dial"), other.child(t, "dial")
 	a, b := listen(t, "127.0.93.1"), listen(t, "127.0.93.2")
 	fromNode := func() string {
