@@ -72,6 +72,13 @@ type Reading struct {
 	Since time.Time
 }
 
+// Discoverer is an [Observed] that watches EndpointSlices itself, and may stop without a sign.
+type Discoverer interface {
+	// Discovered returns the addresses at which it has found a Service, namespace/name. It returns
+	// false if the gateway does not look for it, or could not be read.
+	Discovered(service string) (addresses []netip.Addr, ok bool)
+}
+
 // Cleaner is an [Observed] that keeps connections to pods which no longer exist.
 type Cleaner interface {
 	// Clean forgets the connections to targets. The agent calls it once nothing is sent to them and
