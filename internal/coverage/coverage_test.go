@@ -335,10 +335,11 @@ func TestKindsAreThoseOfAgents(t *testing.T) {
 	for i, of := 0, reflect.TypeFor[agentkinds.Gateway](); i < of.NumField(); i++ {
 		key, _, _ := strings.Cut(of.Field(i).Tag.Get("json"), ",")
 		if key != "kubeProxy" { // its agents are on nodes
-			agents = append(agents, key)
+			agents = append(agents, strings.TrimSuffix(key, "Observed"))
 		}
 	}
 	slices.Sort(agents)
+	agents = slices.Compact(agents)
 	field, _ := reflect.TypeFor[Gateway]().FieldByName("Kind")
 	for _, one := range strings.Split(field.Tag.Get("jsonschema"), ",") {
 		schema = append(schema, strings.TrimPrefix(one, "enum="))

@@ -16,7 +16,8 @@ import (
 type Gateway struct {
 	// Name is how the gateway is called in messages. Unique.
 	Name string `json:"name"`
-	// Kind is that of the agents in its pods: gateway.KIND in their file.
+	// Kind is that of the agents in its pods: gateway.KIND in their file. apisix is also that of
+	// apisixObserved.
 	Kind string `json:"kind" jsonschema:"enum=apisix,enum=envoy,enum=haproxy,enum=kernel,enum=traefik"`
 	// Namespace is that of the gateway's pods.
 	Namespace string `json:"namespace"`

@@ -25,6 +25,8 @@ type Gateway struct {
 	Traefik   *traefik.Config   `json:"traefik,omitempty"`
 	Kernel    *kernel.Config    `json:"kernel,omitempty"`
 	APISIX    *apisix.Config    `json:"apisix,omitempty"`
+
+	APISIXObserved *apisix.ObservedConfig `json:"apisixObserved,omitempty"`
 }
 
 // Kind returns the kind that is set, and its key.

@@ -178,9 +178,13 @@ func nodesOf(text []byte) map[string]int {
 	}
 	_ = json.Unmarshal(text, &list) // neither form: no nodes
 	for _, n := range list {
-		all[net.JoinHostPort(strings.Trim(n.Host, "[]"), strconv.Itoa(n.Port))] = n.Weight
+		all[address(n.Host, n.Port)] = n.Weight
 	}
 	return all
+}
+
+func address(host string, port int) string {
+	return net.JoinHostPort(strings.Trim(host, "[]"), strconv.Itoa(port))
 }
 
 // write brings one upstream object to what is wanted of its targets, and begins again if another

@@ -2,10 +2,12 @@ package apisix
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"io"
 	"maps"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -16,6 +18,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 )
 
 // fake is an APISIX with its etcd, as far as this package uses it: the Admin API, the control API
@@ -41,6 +45,12 @@ type fake struct {
 	health  map[string]bool
 	// apply is called in place of a patch's effect on a worker.
 	apply func(w *worker, id string, now view)
+	// observed says that the global rule does. discovered is what discovery.kubernetes has found of
+	// a Service, in a dictionary that the workers share.
+	observed   bool
+	discovered map[string][]string
+	// unlisted is what workers say that they cannot list.
+	unlisted string
 }
 
 type object struct {
@@ -49,8 +59,9 @@ type object struct {
 }
 
 type view struct {
-	version int64
-	nodes   map[string]int
+	version  int64
+	nodes    map[string]int
+	services []string // that discovery resolves
 }
 
 type worker struct {
@@ -62,6 +73,11 @@ type worker struct {
 	picks        map[string]int // by id and version
 	halves       int            // connections that have sent half a head
 	mute         bool           // never reports
+	// number is that of the last report, lists what it has, and running the requests by the last
+	// report before they began, as the plug-in keeps them.
+	number  int64
+	lists   map[string]int64
+	running map[int64]int
 }
 
 func newFake(t testing.TB, workers int) *fake {
@@ -97,7 +113,8 @@ func (f *fake) restart(workers int) {
 func (f *fake) spawn(workers int) {
 	for range workers {
 		f.pid++
-		w := &worker{pid: f.pid, views: map[string]view{}, picks: map[string]int{}}
+		w := &worker{pid: f.pid, views: map[string]view{}, picks: map[string]int{},
+			lists: map[string]int64{}, running: map[int64]int{}}
 		f.workers = append(f.workers, w)
 		f.follow(w)
 	}
@@ -122,9 +139,38 @@ func (f *fake) reload() {
 
 // snapshot makes the present state the last one that the worker reports.
 func (f *fake) snapshot(w *worker) {
-	if !w.stopped {
-		w.at, w.reported = time.Now(), maps.Clone(w.views)
+	if w.stopped {
+		return
 	}
+	w.at, w.reported = time.Now(), maps.Clone(w.views)
+	w.number++
+	has := map[string]bool{}
+	for id := range w.views {
+		for node := range f.nodes(w, id) {
+			has[node] = true
+			w.lists[node] = 0
+		}
+	}
+	oldest := slices.Min(append(slices.Collect(maps.Keys(w.running)), w.number))
+	for node, out := range w.lists {
+		if !has[node] && out == 0 {
+			w.lists[node] = w.number
+		} else if !has[node] && out <= oldest {
+			delete(w.lists, node)
+		}
+	}
+}
+
+// nodes is what a worker would pick from for an object: one with upstreams in a plug-in's
+// configuration has all of them.
+func (f *fake) nodes(w *worker, id string) map[string]int {
+	all := maps.Clone(w.views[id].nodes)
+	for _, service := range w.views[id].services {
+		for _, node := range f.discovered[service] {
+			all[node] = 1
+		}
+	}
+	return all
 }
 
 // stop is SIGSTOP for one worker.
@@ -202,17 +248,40 @@ func (f *fake) follow(w *worker) {
 		return
 	}
 	for key, o := range f.objects {
-		id, ok := strings.CutPrefix(key, "upstreams/")
-		if !ok || w.views[id].version == o.version {
+		id := strings.TrimPrefix(key, "upstreams/")
+		if w.views[id].version == o.version {
 			continue
 		}
-		raw, _ := json.Marshal(o.value["nodes"])
-		now := view{o.version, nodesOf(raw)}
+		now := view{o.version, map[string]int{}, nil}
+		for _, use := range walk(nil, key, o.value) {
+			if use.service != "" {
+				now.services = append(now.services, use.service)
+			}
+		}
+		weigh(now.nodes, o.value)
 		if f.apply != nil {
 			f.apply(w, id, now)
 			continue
 		}
 		w.views[id] = now
+	}
+}
+
+// weigh adds the weights of all nodes in a value.
+func weigh(nodes map[string]int, value any) {
+	switch value := value.(type) {
+	case []any:
+		for _, v := range value {
+			weigh(nodes, v)
+		}
+	case map[string]any:
+		for key, v := range value {
+			if key == "nodes" {
+				raw, _ := json.Marshal(v) // it was JSON
+				maps.Copy(nodes, nodesOf(raw))
+			}
+			weigh(nodes, v)
+		}
 	}
 }
 
@@ -283,6 +352,8 @@ func (f *fake) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	switch {
 	case admin:
 		f.admin(w, r, path)
+	case r.URL.Path == "/v1/discovery/kubernetes/dump":
+		f.dump(w)
 	case r.URL.Path == "/v1/plugin/lameduck":
 		answer(w, http.StatusOK, f.report(0))
 	case r.URL.Path == "/probe":
@@ -297,6 +368,26 @@ func (f *fake) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	default:
 		f.proxy(w, r)
 	}
+}
+
+// dump answers as discovery.kubernetes does.
+func (f *fake) dump(w http.ResponseWriter) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	var endpoints []any
+	for service, nodes := range f.discovered {
+		ports := map[string][]any{}
+		for _, node := range nodes {
+			host, port, _ := net.SplitHostPort(node)
+			number, _ := strconv.Atoi(port)
+			ports["http"] = append(ports["http"], map[string]any{"host": host, "port": number, "weight": 50})
+		}
+		value, _ := json.Marshal(ports)
+		name, _, _ := strings.Cut(service, ":")
+		endpoints = append(endpoints, map[string]any{"name": name, "value": string(value)})
+	}
+	all := []any{map[string]any{"endpoints": endpoints}}
+	answer(w, http.StatusOK, map[string]any{"config": map[string]any{}, "endpoints": all})
 }
 
 func answer(w http.ResponseWriter, status int, body any) {
@@ -372,16 +463,27 @@ func (f *fake) report(own int) map[string]any {
 			title += " is shutting down"
 		}
 		upstreams := map[string]any{}
+		discovers := false
 		for id, v := range w.reported {
-			upstreams[id] = map[string]any{"version": v.version, "nodes": v.nodes}
+			discovers = discovers || len(v.services) > 0
+			if !strings.Contains(id, "/") {
+				upstreams[id] = map[string]any{"version": v.version, "nodes": v.nodes}
+			}
 		}
 		p := map[string]any{"title": title, "started": strconv.Itoa(7000 + w.pid)}
 		if !w.mute && (own == 0 || own == w.pid) {
-			p["report"] = map[string]any{"at": seconds(w.at), "counting": own == 0, "upstreams": upstreams}
+			report := map[string]any{"at": seconds(w.at), "counting": own == 0, "upstreams": upstreams}
+			if f.observed {
+				report["nodes"], report["unlisted"], report["discovers"] = maps.Clone(w.lists), f.unlisted, discovers
+			}
+			p["report"] = report
 		}
 		processes[strconv.Itoa(w.pid)] = p
 		for k, n := range w.picks {
 			picks[fmt.Sprintf("%d %s", w.pid, k)] = n
+		}
+		for began, n := range w.running {
+			picks[fmt.Sprintf("%d * %d", w.pid, began)] = n
 		}
 	}
 	all := map[string]any{"now": seconds(time.Now()), "answered": own, "master": strconv.Itoa(f.master()),
@@ -412,9 +514,9 @@ func (f *fake) next() *worker {
 
 // pick begins a request in a worker. f.mu is held.
 func (f *fake) pick(w *worker, id string) (node string, end func()) {
-	now := w.views[id]
+	now, began := w.views[id], w.number
 	var usable []string
-	for node, weight := range now.nodes {
+	for node, weight := range f.nodes(w, id) {
 		if weight > 0 {
 			usable = append(usable, node)
 		}
@@ -426,11 +528,15 @@ func (f *fake) pick(w *worker, id string) (node string, end func()) {
 	f.turn++
 	key := fmt.Sprintf("%s %d", id, now.version)
 	w.picks[key]++
+	w.running[began]++
 	return usable[f.turn/2%len(usable)], func() {
 		f.mu.Lock()
 		defer f.mu.Unlock()
 		if w.picks[key]--; w.picks[key] == 0 {
 			delete(w.picks, key)
+		}
+		if w.running[began]--; w.running[began] == 0 {
+			delete(w.running, began)
 		}
 	}
 }
@@ -443,7 +549,7 @@ func (f *fake) proxy(w http.ResponseWriter, r *http.Request) {
 		w.WriteHeader(http.StatusBadGateway)
 		return
 	}
-	node, end := f.pick(at, r.URL.Query().Get("pool"))
+	node, end := f.pick(at, cmp.Or(r.URL.Query().Get("pool"), "web"))
 	f.mu.Unlock()
 	out, err := http.NewRequestWithContext(r.Context(), r.Method, "http://"+node+r.URL.Path, nil)
 	if node == "" || err != nil {
@@ -459,6 +565,14 @@ func (f *fake) proxy(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	defer back.Body.Close()
+	if r.URL.Path == gatewaytest.StreamPath {
+		maps.Copy(w.Header(), back.Header)
+		w.WriteHeader(back.StatusCode)
+		_ = http.NewResponseController(w).Flush() // it can
+		_, _ = io.Copy(w, back.Body)              // the client ends it
+		end()
+		return
+	}
 	var body bytes.Buffer
 	_, err = io.Copy(&body, back.Body)
 	end()

@@ -178,7 +178,9 @@ func TestLies(t *testing.T) {
 		}, noWeightZero, []string{"routed"}, idle},
 		"08 a file written twice in a second": {func(l *lab) { l.f.apply = late }, onlyEtcd, []string{"routed"}, idle},
 		"09 an equal version with another list": {func(l *lab) {
-			l.f.apply = func(w *worker, id string, now view) { w.views[id] = view{now.version, w.views[id].nodes} }
+			l.f.apply = func(w *worker, id string, now view) {
+				w.views[id] = view{version: now.version, nodes: w.views[id].nodes}
+			}
 		}, onlyVersion, []string{"routed"}, idle},
 		"10 the health list": {func(l *lab) {
 			l.f.health = map[string]bool{l.left.Target.Addr.String(): true}

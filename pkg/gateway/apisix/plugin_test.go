@@ -10,7 +10,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// The Lua files run in APISIX only. Here they are compiled. Needed: luac5.1 or luajit, packages of
+// The Lua files run in APISIX only. Here they are compiled. Needed: lua5.1 or luajit, packages of
 // those names in Debian.
 func TestLuaCompiles(t *testing.T) {
 	files, err := filepath.Glob("../../../gateways/apisix/*.lua")
@@ -18,18 +18,28 @@ func TestLuaCompiles(t *testing.T) {
 		t.Fatal(files, err)
 	}
 	for _, file := range files {
-		args := []string{"luac5.1", "-p", file}
-		if _, err := exec.LookPath(args[0]); err != nil {
-			args = []string{"luajit", "-bl", file}
-		}
-		path, err := exec.LookPath(args[0])
-		if err != nil {
-			gatewaytest.Missing(t, "luac5.1 or luajit", err)
-		}
-		if out, err := exec.Command(path, args[1:]...).CombinedOutput(); err != nil {
-			t.Errorf("%s: %v\n%s", file, err, out)
+		runLua(t, []string{"luac5.1", "-p", file}, []string{"luajit", "-bl", file})
+	}
+}
+
+// What the plug-in reports where it observes, beside stand-ins for APISIX's modules.
+func TestLuaObserves(t *testing.T) {
+	args := []string{"testdata/observe.lua", "../../../gateways/apisix/lameduck.lua"}
+	runLua(t, append([]string{"lua5.1"}, args...), append([]string{"luajit"}, args...))
+}
+
+// runLua runs the first of some commands that is installed.
+func runLua(t *testing.T, commands ...[]string) {
+	t.Helper()
+	for _, args := range commands {
+		if path, err := exec.LookPath(args[0]); err == nil {
+			if out, err := exec.Command(path, args[1:]...).CombinedOutput(); err != nil {
+				t.Errorf("%s: %v\n%s", args, err, out)
+			}
+			return
 		}
 	}
+	gatewaytest.Missing(t, "lua5.1 or luajit", exec.ErrNotFound)
 }
 
 // Answers of APISIX 3.18.0, as it gave them.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"slices"
 	"strconv"
@@ -45,6 +46,11 @@ type process struct {
 			Version int64
 			Nodes   map[string]int
 		}
+		// The rest is of the rule {"observed": true}. Nodes is what the process sends to: 0, or the
+		// number of the first report without the address.
+		Nodes     map[string]int64
+		Unlisted  string
+		Discovers bool
 	}
 }
 
@@ -167,10 +173,13 @@ func (g *Gateway) ask(ctx context.Context, url string) (*report, error) {
 	if _, err := g.call(ctx, http.MethodGet, url, nil, &r); err != nil {
 		return nil, err
 	}
-	for pid, p := range r.Processes { // these take no requests
-		if strings.HasPrefix(p.Title, "nginx: cache ") || strings.HasPrefix(p.Title, "nginx: privileged agent") {
-			delete(r.Processes, pid)
-		}
-	}
+	r.trim()
 	return &r, nil
+}
+
+// trim drops the processes that take no requests.
+func (r *report) trim() {
+	maps.DeleteFunc(r.Processes, func(_ string, p *process) bool {
+		return strings.HasPrefix(p.Title, "nginx: cache ") || strings.HasPrefix(p.Title, "nginx: privileged agent")
+	})
 }

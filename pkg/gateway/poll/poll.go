@@ -72,6 +72,9 @@ type Gateway struct {
 	read        Read
 	settle      time.Duration
 	log         *slog.Logger
+	// Counts says that every target on which requests may run is a Host that counts them: sockets
+	// are not read.
+	Counts bool
 
 	mu      sync.Mutex
 	watches map[*watch]struct{}
@@ -213,7 +216,7 @@ func (g *Gateway) adopt(hosts []Host, err error, began time.Time, generation str
 	}
 	var open []sockets.Socket
 	var unread error
-	if g.mayCount(hosts) {
+	if g.mayCount(hosts) && !g.Counts {
 		open, unread = sockets.List()
 		why := fmt.Sprint(unread)
 		if unread != nil && why != g.uncounted {

@@ -1,0 +1,191 @@
+package apisix
+
+import (
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/gateway/poll"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// ObservedConfig is one APISIX that something else configures, in whose pod the agent runs:
+// stand-alone, or with the ingress controller. Admin is its control API with the plug-in lameduck,
+// whose global rule has {"observed": true}: http://127.0.0.1:9090. What discovery.kubernetes has
+// found is compared for the Services that are listed.
+type ObservedConfig struct{ poll.Config }
+
+// Name implements gateway.Kind.
+func (*ObservedConfig) Name() string { return "apisix-observed" }
+
+// PerRequest implements gateway.Kind.
+func (*ObservedConfig) PerRequest() bool { return true }
+
+// Observe implements gateway.ObservedKind. Nothing settles: each answer has what every process
+// itself has reported.
+func (c *ObservedConfig) Observe(log *slog.Logger) gateway.Observed {
+	r := &reader{}
+	o := observed{c.Poll(r.read, 0, log), r}
+	o.Counts = true
+	return o
+}
+
+// observed implements gateway.Discoverer.
+type observed struct {
+	*poll.Gateway
+	*reader
+}
+
+// reader keeps what discovery.kubernetes has found.
+type reader struct {
+	mu         sync.Mutex
+	discovered map[string][]netip.Addr
+}
+
+// read implements poll.Read. A target is Removed if every process, the old ones too, has reported
+// in time and does not list it. Requests that began before its process reported so may be sent to
+// it.
+func (r *reader) read(get func(path string, into any) error) ([]poll.Host, error) {
+	hosts, discovers, err := r.processes(get)
+	found := map[string][]netip.Addr{}
+	if err == nil && discovers {
+		var more []poll.Host
+		more, err = r.dump(get, found)
+		hosts = append(hosts, more...)
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.discovered = found; err != nil {
+		r.discovered = nil
+	}
+	return hosts, err
+}
+
+func (r *reader) processes(get func(path string, into any) error) (hosts []poll.Host, discovers bool, err error) {
+	var is report
+	if err := get("/v1/plugin/lameduck", &is); err != nil {
+		return nil, false, err
+	}
+	is.trim()
+	if err := is.missing(); err != nil {
+		return nil, false, err
+	}
+	running := is.running()
+	for pid, p := range is.Processes {
+		switch {
+		case p.Report == nil:
+			return nil, false, fmt.Errorf("process %s shuts down and has never reported", pid)
+		case p.Report.Nodes == nil:
+			return nil, false, fmt.Errorf(`process %s is not observed: the global rule has no {"observed": true}`, pid)
+		case p.Report.Unlisted != "":
+			return nil, false, fmt.Errorf("process %s sends to %s: not covered", pid, p.Report.Unlisted)
+		}
+		discovers = discovers || p.Report.Discovers
+		for node, out := range p.Report.Nodes {
+			h, is := host(node)
+			if is && out > 0 {
+				h.State = health.Removed
+				for began, n := range running[pid] {
+					if began < out {
+						h.Active += n
+					}
+				}
+			}
+			hosts = append(hosts, h)
+		}
+	}
+	return hosts, discovers, nil
+}
+
+// host returns what is routed at an address, and whether it is not a name.
+func host(node string) (poll.Host, bool) {
+	target, err := netip.ParseAddrPort(node)
+	if err != nil {
+		return poll.Host{Name: node}, false
+	}
+	target = netip.AddrPortFrom(target.Addr().Unmap(), target.Port())
+	return poll.Host{Target: target, State: health.Routing, Counted: true}, true
+}
+
+// running counts requests by process, and by the last report before they began.
+func (r *report) running() map[string]map[int64]int {
+	all := map[string]map[int64]int{}
+	for key, n := range r.Picks {
+		words := strings.Fields(key)
+		if len(words) != 3 || words[1] != "*" {
+			continue
+		}
+		if all[words[0]] == nil {
+			all[words[0]] = map[int64]int{}
+		}
+		began, _ := strconv.ParseInt(words[2], 10, 64) // another text: before all reports
+		all[words[0]][began] += n
+	}
+	return all
+}
+
+// list is one of Lua, where an empty list is an object.
+type list[T any] []T
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (l *list[T]) UnmarshalJSON(text []byte) error {
+	if string(text) == "{}" {
+		return nil
+	}
+	return json.Unmarshal(text, (*[]T)(l))
+}
+
+// dump returns what discovery.kubernetes knows. found gets the addresses of each Service of the
+// cluster, if there is only one.
+func (r *reader) dump(get func(path string, into any) error, found map[string][]netip.Addr) ([]poll.Host, error) {
+	var is struct {
+		Endpoints list[struct {
+			ID        string
+			Endpoints list[struct{ Name, Value string }]
+		}]
+	}
+	if err := get("/v1/discovery/kubernetes/dump", &is); err != nil {
+		return nil, err
+	}
+	var hosts []poll.Host
+	for _, cluster := range is.Endpoints {
+		for _, service := range cluster.Endpoints {
+			var ports map[string]list[struct {
+				Host string
+				Port int
+			}]
+			if err := json.Unmarshal([]byte(service.Value), &ports); err != nil {
+				return nil, fmt.Errorf("discovery of %s: %w", service.Name, err)
+			}
+			addresses := map[netip.Addr]bool{}
+			for _, nodes := range ports {
+				for _, n := range nodes {
+					h, is := host(address(n.Host, n.Port))
+					if is {
+						addresses[h.Target.Addr()] = true
+					}
+					hosts = append(hosts, h)
+				}
+			}
+			if cluster.ID == "" {
+				found[service.Name] = slices.Collect(maps.Keys(addresses))
+			}
+		}
+	}
+	return hosts, nil
+}
+
+// Discovered implements gateway.Discoverer.
+func (r *reader) Discovered(service string) ([]netip.Addr, bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	addresses, ok := r.discovered[service]
+	return addresses, ok
+}
