@@ -606,6 +606,31 @@ func TestEveryReplicaOfAGatewayIsAsked(t *testing.T) {
 	}
 }
 
+// A replica of a gateway that is being deleted may route by the endpoints that it had: the ingress
+// controller of APISIX does not configure it any more. Its agent is asked until it has ended.
+func TestAReplicaThatIsTerminatingIsAsked(t *testing.T) {
+	w := newWorld(t)
+	listed := func(ready bool) Expected {
+		return Expected{ID: "edge-1", Name: "edge-1", Ready: ready, Label: LabelObserved}
+	}
+	w.Expect(w.now, []Expected{listed(true)})
+	w.observe("edge-1")
+	w.observeAs("edge-1", "edge")
+	w.pass(time.Minute)
+	w.Expect(w.now, []Expected{listed(false)}) // its pod is terminating
+	w.pass(20 * time.Second)
+	p := pod("a")
+	w.open(p, "")
+	w.see("edge-1", p, Routing, true)
+	w.wantBarrier(p, "Unrouting edge-1:routing")
+	w.Expect(w.now, nil) // the pod is deleted, and the agent ends last
+	w.pass(20 * time.Second)
+	w.wantBarrier(p, "Unrouting edge-1:unknown") // it has not reported since then
+	w.Disconnect(w.now, "edge-1", w.sessions["edge-1"])
+	w.pass(5 * time.Second)
+	w.wantBarrier(p, "Released NoAgents")
+}
+
 // Without this, a cluster in which kube-proxy has become slow waits for as long as it took when it
 // was quick.
 func TestWhatIsLearntIsForgotten(t *testing.T) {
