@@ -203,9 +203,17 @@ local function forget(key)
     end
 end
 
--- rewrite runs before all other plug-ins, at once after a route was found.
+-- rewrite runs before all other plug-ins, at once after a route was found: what that has was
+-- reported before the request is counted.
 function _M.rewrite(conf, ctx)
     if conf.observed and not ctx.lameduck_began then
+        for _, kind in ipairs(kinds) do
+            local objects, list = core.config.fetch_created_obj(kind), state.lists[kind]
+            if not list or objects and objects.conf_version ~= list.version then
+                publish()
+                break
+            end
+        end
         local began = state.number
         ctx.lameduck_began, ctx.lameduck_request = began, count("* " .. began)
         state.running[began] = (state.running[began] or 0) + 1

@@ -514,6 +514,9 @@ func (f *fake) next() *worker {
 
 // pick begins a request in a worker. f.mu is held.
 func (f *fake) pick(w *worker, id string) (node string, end func()) {
+	if !maps.EqualFunc(w.views, w.reported, func(a, b view) bool { return a.version == b.version }) {
+		f.snapshot(w) // a request reports first what was not reported when it came
+	}
 	now, began := w.views[id], w.number
 	var usable []string
 	for node, weight := range f.nodes(w, id) {

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"net/http"
 	"net/netip"
 	"slices"
 	"testing"
@@ -249,6 +250,26 @@ func TestLie12DiscoveryThatIsBlind(t *testing.T) {
 	if has, ok := s.r.Discovered("shop/web"); ok {
 		t.Errorf("when it cannot be read it has found %s", has)
 	}
+}
+
+// A gateway keeps connections to a target that is out. They are no requests, and no sockets are read.
+func TestLie13OfAnObservedGateway(t *testing.T) {
+	s := newStand(t, "an upstream")
+	a := gatewaytest.StartBackend(t, "127.0.74.3")
+	s.f.set("upstreams/web", `{"nodes": {"`+a.Addr.String()+`": 1}}`)
+	c := ObservedConfig{poll.Config{Population: "edge/apisix", Admin: s.f.server.URL}}
+	g := c.Observe(slog.New(slog.DiscardHandler))
+	gatewaytest.RunGateway(t, g)
+	w := g.Watch([]netip.AddrPort{a.Addr}, func() {})
+	defer w.Close()
+	gatewaytest.Await(t, w, health.Routing)
+	answer, err := http.Get(s.f.server.URL + "/?pool=web") // its connection to the target stays
+	if err != nil {
+		t.Fatal(err)
+	}
+	answer.Body.Close()
+	s.f.set("upstreams/web", `{"nodes": {"`+kept+`": 1}}`)
+	gatewaytest.Await(t, w, health.Idle)
 }
 
 // Empty lists of Lua are objects, names are listed as such, and a Service of another cluster is not

@@ -117,6 +117,15 @@ mode = "http"
 set("/routes", { upstream = { nodes = { ["10.0.0.2:80"] = 1 } } })
 is("10.0.0.2:80=0") -- the 11th
 
+-- A request reports first what was not reported when it came.
+set("/routes", { upstream = { nodes = { ["10.0.0.2:80"] = 1, ["10.0.0.3:80"] = 1 } } })
+plugin.rewrite(conf, late) -- the 12th
+assert(dict["w:42"].nodes["10.0.0.3:80"] == 0 and dict["g:42 * 12"] == 1)
+set("/routes", { upstream = { nodes = { ["10.0.0.2:80"] = 1 } } })
+is("10.0.0.2:80=0 10.0.0.3:80=13")
+plugin.log(conf, late)
+is("10.0.0.2:80=0") -- the 14th
+
 -- A reload of the plug-ins runs the file again, while the timer of the first one goes on.
 plugin.rewrite(conf, early)
 local first = timers[1]
@@ -125,9 +134,9 @@ plugin = dofile(arg[1])
 plugin.init()
 assert(timers[1] == first)
 set("/routes")
-is("10.0.0.2:80=12")
+is("10.0.0.2:80=15")
 plugin.rewrite(conf, late)
-assert(dict["g:42 * 12"] == 1)
+assert(dict["g:42 * 15"] == 1)
 plugin.log(conf, early)
 is("")
 
