@@ -252,7 +252,8 @@ func TestLie12DiscoveryThatIsBlind(t *testing.T) {
 	}
 }
 
-// A gateway keeps connections to a target that is out. They are no requests, and no sockets are read.
+// A gateway keeps connections to a target that is out. They are no requests, so sockets are not
+// read.
 func TestLie13OfAnObservedGateway(t *testing.T) {
 	s := newStand(t, "an upstream")
 	a := gatewaytest.StartBackend(t, "127.0.74.3")
