@@ -80,17 +80,6 @@ type onePropagation struct {
 	Coordinator string `json:"coordinator"`
 }
 
-// phases are in the order in which a drain goes through them, agentStates those that operators
-// should know of first.
-var (
-	phases      = []string{"Queued", "Unrouting", "Quiescing", "Released"}
-	agentStates = []string{"suspended", "missing", "connected", "left", "gone"}
-	wordStates  = []string{"unknown", "routing", "kept", "removed", "idle"}
-)
-
-// far is where name stands in the order; what is not known comes first, so that it is shown.
-func far(order []string, name string) int { return slices.Index(order, name) }
-
 func merge(answers []answer[api.View]) whole {
 	w := whole{TypeMeta: kind("Status"), Coordinators: []coordinator{}, Drains: []oneDrain{}, Agents: []oneAgent{},
 		Outcomes: []oneOutcome{}, Propagation: []onePropagation{}, Barriers: []api.OpenBarrier{},
@@ -129,15 +118,7 @@ func merge(answers []answer[api.View]) whole {
 		for _, o := range v.Outcomes {
 			w.Outcomes = append(w.Outcomes, oneOutcome{o, c.Name})
 		}
-		for _, b := range v.Barriers.Items {
-			// Who asks again asks another coordinator only if the first is away: the later word is
-			// the one that counts.
-			if i := slices.IndexFunc(w.Barriers, func(had api.OpenBarrier) bool { return had.UID == b.UID }); i < 0 {
-				w.Barriers = append(w.Barriers, b)
-			} else if b.PhaseSince.After(w.Barriers[i].PhaseSince) {
-				w.Barriers[i] = b
-			}
-		}
+		w.Barriers = api.Joined(func(b api.OpenBarrier) string { return b.UID }, w.Barriers, v.Barriers.Items)
 		if v.Barriers.Missing > w.BarrierMissing {
 			w.BarrierMissing, w.BarrierMissingPods = v.Barriers.Missing, v.Barriers.MissingPods
 		}
@@ -161,8 +142,7 @@ func merge(answers []answer[api.View]) whole {
 		return cmp.Or(a.Since.Compare(b.Since), cmp.Compare(a.UID, b.UID))
 	})
 	slices.SortFunc(w.Agents, func(a, b oneAgent) int {
-		return cmp.Or(cmp.Compare(far(agentStates, a.State), far(agentStates, b.State)), cmp.Compare(a.Name, b.Name),
-			cmp.Compare(a.ID, b.ID))
+		return cmp.Or(api.CompareAgents(a.State, b.State), cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID))
 	})
 	slices.SortStableFunc(w.Outcomes, func(a, b oneOutcome) int {
 		return cmp.Or(b.At.Compare(a.At), cmp.Compare(a.UID, b.UID))
@@ -170,36 +150,15 @@ func merge(answers []answer[api.View]) whole {
 	return w
 }
 
-// join takes in what another coordinator says of the drain: it is as far as where it is least far,
-// because all have to release it.
+// join takes in what another coordinator says of the drain.
 func (d *oneDrain) join(other oneDrain) {
-	words := d.Reports
-	for _, o := range other.Reports {
-		i := slices.IndexFunc(words, func(w api.AgentReport) bool { return w.Agent == o.Agent })
-		switch {
-		case i < 0:
-			words = append(words, o)
-		case far(wordStates, o.State) < far(wordStates, words[i].State):
-			words[i] = o
-		}
-	}
-	slices.SortStableFunc(words, func(a, b api.AgentReport) int {
-		return cmp.Compare(far(wordStates, a.State), far(wordStates, b.State))
-	})
-	coordinators := append(d.Coordinators, other.Coordinators...)
-	age, remaining := max(d.AgeSeconds, other.AgeSeconds), min(d.RemainingSeconds, other.RemainingSeconds)
-	if far(phases, other.Phase) < far(phases, d.Phase) {
-		*d = other
-	}
-	d.Reports, d.Coordinators, d.AgeSeconds, d.RemainingSeconds = words, coordinators, age, remaining
+	d.Drain, d.Coordinators = d.Drain.Join(other.Drain), append(d.Coordinators, other.Coordinators...)
+	d.AgeSeconds = max(d.AgeSeconds, other.AgeSeconds)
+	d.RemainingSeconds = min(d.RemainingSeconds, other.RemainingSeconds)
 }
 
 func (g *oneAgent) join(other oneAgent) {
-	connected := append(g.ConnectedTo, other.ConnectedTo...)
-	if far(agentStates, other.State) < far(agentStates, g.State) {
-		*g = other
-	}
-	g.ConnectedTo = connected
+	g.Agent, g.ConnectedTo = g.Agent.Join(other.Agent), append(g.ConnectedTo, other.ConnectedTo...)
 }
 
 func in(drains []oneDrain, namespace string) []oneDrain {

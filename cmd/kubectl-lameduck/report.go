@@ -1,7 +1,6 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"io"
@@ -23,34 +22,20 @@ type observed struct {
 }
 
 // report shows what deletions in mode observe would have waited for.
-func report(ctx context.Context, o options, all replicas, out, stderr io.Writer) error {
-	answers, err := ask[api.Report](ctx, o, all, api.ReportPath)
+func report(ctx context.Context, o options, from replicas, out, stderr io.Writer) error {
+	answers, err := ask[api.Report](ctx, o, from, api.ReportPath)
 	if err != nil {
 		return err
 	}
-	is := observed{TypeMeta: kind("Report"), Items: []api.NamespaceReport{}}
+	var all api.Report
 	for _, a := range answers {
-		if a.err != nil {
-			continue
-		}
-		if a.said.Since.After(is.Since) {
-			is.Since = a.said.Since
-		}
-		for _, r := range a.said.Namespaces {
-			i := slices.IndexFunc(is.Items, func(of api.NamespaceReport) bool { return of.Namespace == r.Namespace })
-			switch {
-			case o.namespace != "" && o.namespace != r.Namespace:
-			case i < 0:
-				is.Items = append(is.Items, r)
-			default:
-				had := &is.Items[i]
-				had.Deletions, had.InFlight = had.Deletions+r.Deletions, had.InFlight+r.InFlight
-				had.Unmeasured += r.Unmeasured
-				had.WaitSeconds = append(had.WaitSeconds, r.WaitSeconds...)
-			}
+		if a.err == nil {
+			all = all.Join(a.said)
 		}
 	}
-	slices.SortFunc(is.Items, func(a, b api.NamespaceReport) int { return cmp.Compare(a.Namespace, b.Namespace) })
+	is := observed{kind("Report"), all.Since, slices.DeleteFunc(all.Namespaces, func(r api.NamespaceReport) bool {
+		return o.namespace != "" && o.namespace != r.Namespace
+	})}
 	if done, err := encode(o, is, out); done {
 		return err
 	}

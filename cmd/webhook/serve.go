@@ -32,6 +32,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard"
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/internal/identity"
 	"github.com/lameduck-io/lameduck/internal/peers"
@@ -39,6 +40,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
 const (
@@ -194,6 +196,15 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 			})
 		},
 	})
+	if others != nil {
+		view.Views = func(ctx context.Context) ([]api.View, []string) {
+			return peers.Ask[api.View](ctx, others.Peers, wire.ShownPath)
+		}
+		view.Reports = func(ctx context.Context) ([]api.Report, []string) {
+			return peers.Ask[api.Report](ctx, others.Peers, wire.ReportPath)
+		}
+	}
+	coord.Shown = view.Shown
 	log.Info("started", "holder", self.String(), "admission", listeners[0].Addr().String(),
 		"agents", listeners[1].Addr().String(),
 		"metrics", listeners[2].Addr().String(), "probes", listeners[3].Addr().String(), "hold", o.times.Hold.String(),

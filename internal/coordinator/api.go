@@ -113,6 +113,8 @@ var routes = []route{
 	{http.MethodPost, wire.BarriersPath, agents, (*Coordinator).barrier},
 	{http.MethodPost, wire.ClaimsPath, replicas, (*Coordinator).claim},
 	{http.MethodGet, wire.ReplicaPath, replicas, (*Coordinator).replica},
+	{http.MethodGet, wire.ShownPath, replicas, (*Coordinator).shown},
+	{http.MethodGet, wire.ReportPath, replicas, (*Coordinator).shown},
 }
 
 // refusal is an error with an HTTP status.

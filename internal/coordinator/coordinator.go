@@ -87,6 +87,9 @@ type Options struct {
 	// judge deletions now; nil: it always can.
 	Claimant Claimant
 	Able     func() error
+	// Shown returns what other replicas are told that show operators all replicas: the report, or
+	// the view. Nil: nothing.
+	Shown func(report bool) any
 	// Authenticate identifies an agent by its bearer token.
 	Authenticate Authenticator
 	Log          *slog.Logger

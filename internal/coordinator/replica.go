@@ -51,6 +51,14 @@ func (c *Coordinator) replica(http.ResponseWriter, *http.Request, Identity) (any
 	return c.core.Replica(time.Now(), ready), nil
 }
 
+// shown tells another replica what this one shows operators.
+func (c *Coordinator) shown(_ http.ResponseWriter, r *http.Request, _ Identity) (any, error) {
+	if c.Shown == nil {
+		return nil, refusal{http.StatusNotFound, "this replica shows nothing"}
+	}
+	return c.Shown(r.URL.Path == wire.ReportPath), nil
+}
+
 // Polled records what the other replicas sent last: their open drains, which it opens here too if
 // adopt is set, and the agents that let drains expire. See [drain.Ledger.Polled].
 func (c *Coordinator) Polled(states []wire.Replica, adopt bool) {

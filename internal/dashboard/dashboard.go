@@ -96,6 +96,10 @@ type Options struct {
 	// Missing returns the pods that ask for the barrier and were created without it. Nil: it is not
 	// known.
 	Missing func() []string
+	// Views and Reports ask the other replicas for theirs, and name those that do not answer. Nil:
+	// there are none.
+	Views   func(ctx context.Context) (all []api.View, silent []string)
+	Reports func(ctx context.Context) (all []api.Report, silent []string)
 	Log     *slog.Logger
 }
 
@@ -139,12 +143,26 @@ type route struct {
 var routes = []route{
 	{"/", anyone, (*Dashboard).file},
 	{"/assets/{name}", anyone, (*Dashboard).file},
-	{api.ViewPath, readers, func(d *Dashboard, _ http.ResponseWriter, _ *http.Request) (any, error) {
-		return d.latest(), nil
+	{api.ViewPath, readers, func(d *Dashboard, _ http.ResponseWriter, r *http.Request) (any, error) {
+		v := d.latest()
+		if ofAll(r) && d.Views != nil {
+			others, silent := d.Views(r.Context())
+			v = v.Join(others...)
+			v.Silent, v.Outcomes = silent, v.Outcomes[:min(len(v.Outcomes), maxOutcomes)]
+			if len(silent) == 0 {
+				v.Drains.Elsewhere = 0
+			}
+		}
+		return v, nil
 	}},
 	{api.CoveragePath, readers, (*Dashboard).coverage},
-	{api.ReportPath, readers, func(d *Dashboard, _ http.ResponseWriter, _ *http.Request) (any, error) {
-		return d.report(), nil
+	{api.ReportPath, readers, func(d *Dashboard, _ http.ResponseWriter, r *http.Request) (any, error) {
+		report := d.report()
+		if ofAll(r) && d.Reports != nil {
+			others, _ := d.Reports(r.Context())
+			report = report.Join(others...)
+		}
+		return report, nil
 	}},
 	{api.ExplainPath + "/{namespace}/{pod}", readers, (*Dashboard).explain},
 }

@@ -2,6 +2,7 @@ package dashboard
 
 import (
 	"cmp"
+	"net/http"
 	"slices"
 	"time"
 
@@ -36,6 +37,17 @@ func (d *Dashboard) latest() api.View {
 	return d.shown.View
 }
 
+// Shown is what this replica tells another one: its view, or its report.
+func (d *Dashboard) Shown(report bool) any {
+	if report {
+		return d.report()
+	}
+	return d.latest()
+}
+
+// ofAll says that a request wants what all replicas say.
+func ofAll(r *http.Request) bool { return r.URL.Query().Get("replicas") == "all" }
+
 func (d *Dashboard) view() api.View {
 	of := d.Coordinator.View(maxDrains, maxReports)
 	v := api.View{
@@ -58,7 +70,7 @@ func (d *Dashboard) view() api.View {
 	for _, one := range of.Agents {
 		v.Agents.Items = append(v.Agents.Items, agentOf(one))
 	}
-	slices.SortStableFunc(v.Agents.Items, func(a, b api.Agent) int { return cmp.Compare(worth(a), worth(b)) })
+	slices.SortStableFunc(v.Agents.Items, func(a, b api.Agent) int { return api.CompareAgents(a.State, b.State) })
 	v.Agents.Items = v.Agents.Items[:min(len(v.Agents.Items), maxAgents)]
 	if d.Node != nil {
 		for i := range v.Agents.Items {
@@ -105,7 +117,7 @@ func reportsOf(words []coordinator.AgentReport) []api.AgentReport {
 	return all
 }
 
-// Agents' states, those that operators should look at first.
+// Agents' states.
 const (
 	stateSuspended = "suspended"
 	stateMissing   = "missing"
@@ -113,10 +125,6 @@ const (
 	stateConnected = "connected"
 	stateLeft      = "left"
 )
-
-var states = []string{stateSuspended, stateMissing, stateConnected, stateLeft, stateGone}
-
-func worth(a api.Agent) int { return slices.Index(states, a.State) }
 
 func agentOf(a coordinator.Agent) api.Agent {
 	one := api.Agent{

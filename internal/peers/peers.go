@@ -321,6 +321,26 @@ func (p *Peers) heard(ctx context.Context, of Peer, err error, state *wire.Repli
 	}
 }
 
+// Ask asks all other replicas at once for what is at a path, and names those that have not answered
+// within [PollTime].
+func Ask[T any](ctx context.Context, p *Peers, path string) (all []T, silent []string) {
+	of := p.All()
+	answers, failed := make([]T, len(of)), make([]bool, len(of))
+	var asking sync.WaitGroup
+	for i := range of {
+		asking.Go(func() { failed[i] = p.ask(ctx, of[i], http.MethodGet, path, nil, &answers[i], PollTime) != nil })
+	}
+	asking.Wait()
+	for i, answer := range answers {
+		if failed[i] {
+			silent = append(silent, of[i].Name)
+		} else {
+			all = append(all, answer)
+		}
+	}
+	return all, silent
+}
+
 // ask sends one request.
 func (p *Peers) ask(ctx context.Context, of Peer, method, path string, say, answer any, most time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, most)

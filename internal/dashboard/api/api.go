@@ -2,8 +2,9 @@
 // types of its answers, as JSON. Package dashboard serves it, and kubectl lameduck reads it.
 //
 // All requests are GET and change nothing. Each replica returns its own view: a deletion is a drain
-// in each replica that the API server asked. Times are by the replica's clock, and [View.At] is its
-// present time, so that readers need not compare clocks.
+// in each replica that the API server asked. With the query replicas=all, a replica asks the others
+// for theirs and returns all of them joined. Times are by the clock of the replica that knows them,
+// and [View.At] is the present time of the one that answers.
 //
 // Compatibility: within v1 fields are added, never repurposed. Readers ignore unknown fields, and
 // show unknown values as they are: phases, reasons and states are those of package drain, and more
@@ -36,7 +37,11 @@ type View struct {
 	// At is when this was so, by the replica's clock.
 	At      time.Time `json:"at"`
 	Replica Replica   `json:"replica"`
-	Drains  Drains    `json:"drains"`
+	// With are the other replicas whose views are in this one, Silent those that have not answered.
+	// Both are for replicas=all alone.
+	With   []string `json:"with,omitempty"`
+	Silent []string `json:"silent,omitempty"`
+	Drains Drains   `json:"drains"`
 	// Barriers are the pods whose deletion has begun and whose hooks wait, or were answered.
 	Barriers Barriers `json:"barriers"`
 	Agents   Agents   `json:"agents"`

@@ -24,7 +24,7 @@ async function follow() {
   for (;;) {
     let pause = every;
     try {
-      const response = await fetch('v1/view', { headers: authorization(), signal: AbortSignal.timeout(silence), cache: 'no-store' });
+      const response = await fetch('v1/view?replicas=all', { headers: authorization(), signal: AbortSignal.timeout(silence), cache: 'no-store' });
       if (response.status === 401 || response.status === 403) {
         await askToken(response);
         continue;
@@ -67,6 +67,8 @@ function take(said) {
 // filled gives a view what a replica of the version before does not tell: a page outlives its replica, and goes on with another one.
 function filled(v) {
   v.barriers ??= { open: 0, items: [], hooks: 0 };
+  v.with ??= [];
+  v.silent ??= [];
   v.targetHealth = { reported: false, agents: 0, untold: 0, known: 0, all: {}, services: [], ...v.targetHealth };
   return v;
 }
@@ -199,8 +201,9 @@ function chosen(items) { return namespace ? items.filter((i) => i.namespace === 
 
 function draw() {
   const v = view;
-  set('replica', 'Answered by ' + v.replica.name + (v.replica.stopping ? ', which is shutting down' : ''));
-  $('replica').title = 'Other replicas have views of their own. This one began ' + new Date(v.replica.started).toLocaleString();
+  set('replica', 'Answered by ' + v.replica.name + (v.replica.stopping ? ', which is shutting down' : '') + (v.with.length ? ', with what ' + v.with.join(' and ') + (v.with.length === 1 ? ' knows' : ' know') : '') +
+    (v.silent.length ? '. No answer from ' + v.silent.join(' and ') : ''));
+  $('replica').title = 'It began ' + new Date(v.replica.started).toLocaleString();
   document.title = (v.drains.open ? '(' + v.drains.open + ') ' : '') + 'Lameduck';
   drawVerdict(v);
   drawTiles(v);
@@ -448,7 +451,7 @@ function drawDrains(v) {
   $('drains-empty').hidden = items.length > 0;
   const notes = [];
   if (v.drains.open > v.drains.items.length) notes.push('The oldest ' + v.drains.items.length + ' of ' + v.drains.open + '.');
-  if (v.drains.elsewhere) notes.push(plural(v.drains.elsewhere, 'pod is', 'pods are') + ' drained through other replicas: kubectl lameduck drains shows all.');
+  if (v.drains.elsewhere) notes.push(plural(v.drains.elsewhere, 'pod is', 'pods are') + ' drained through replicas that have not answered: kubectl lameduck drains asks them, too.');
   set('drains-note', notes.join(' '));
   $('drains-note').hidden = notes.length === 0;
 }
@@ -702,7 +705,7 @@ async function cover() {
 // showObserved says what deletions in mode observe would have waited for.
 async function showObserved() {
   try {
-    const response = await fetch('v1/report', { headers: authorization(), cache: 'no-store' });
+    const response = await fetch('v1/report?replicas=all', { headers: authorization(), cache: 'no-store' });
     if (!response.ok) return; // a replica of the version before
     const items = chosen((await response.json()).namespaces);
     rows($('observed-table'), items, (i) => i.namespace, (i) => {

@@ -10,6 +10,10 @@ const (
 	ClaimsPath = "/v1/claims"
 	// ReplicaPath is read with GET and answers Replica.
 	ReplicaPath = "/v1/replica"
+	// ShownPath is read with GET and answers the view that the replica shows operators, ReportPath
+	// its report.
+	ShownPath  = "/v1/shown"
+	ReportPath = "/v1/shown/report"
 )
 
 // Claim is a replica's question to the opener about a deletion that the API server asked it about.

@@ -21,7 +21,8 @@ const deadline = 30 * time.Second
 func open(t *testing.T) *stage.Stage {
 	t.Helper()
 	harness.HAProxy(t)
-	return harness.Stage(t, cluster.Options{}, stage.Options{Entries: 1, CRDs: stage.GatewayAPI})
+	return harness.Stage(t, cluster.Options{}, stage.Options{Entries: 1, CRDs: stage.GatewayAPI,
+		WebhookArgs: []string{"--dashboard-address=$(POD_IP):9445"}})
 }
 
 // clients sends requests until the returned function is called.

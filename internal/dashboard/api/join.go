@@ -1,0 +1,154 @@
+package api
+
+import (
+	"cmp"
+	"slices"
+	"time"
+)
+
+// phases are in the order in which a drain goes through them. agentStates are those that operators
+// should know of first, reportStates those of an agent that has not acknowledged first.
+var (
+	phases       = []string{"Queued", "Unrouting", "Quiescing", "Released"}
+	agentStates  = []string{"suspended", "missing", "connected", "left", "gone"}
+	reportStates = []string{"unknown", "routing", "kept", "removed", "idle"}
+)
+
+// before reports whether a comes before b in what operators should know of first. A word that is
+// not known comes first, so that it is shown.
+func before(order []string, a, b string) bool { return slices.Index(order, a) < slices.Index(order, b) }
+
+// CompareAgents sorts agents' states: those that operators should know of first.
+func CompareAgents(a, b string) int {
+	return cmp.Compare(slices.Index(agentStates, a), slices.Index(agentStates, b))
+}
+
+// Join takes in what another replica says of a drain: it is as far as where it is least far,
+// because all have to release it.
+func (d Drain) Join(other Drain) Drain {
+	reports := slices.Clone(d.Reports)
+	for _, o := range other.Reports {
+		i := slices.IndexFunc(reports, func(r AgentReport) bool { return r.Agent == o.Agent })
+		switch {
+		case i < 0:
+			reports = append(reports, o)
+		case before(reportStates, o.State, reports[i].State):
+			reports[i] = o
+		}
+	}
+	slices.SortStableFunc(reports, func(a, b AgentReport) int {
+		return cmp.Compare(slices.Index(reportStates, a.State), slices.Index(reportStates, b.State))
+	})
+	if before(phases, other.Phase, d.Phase) {
+		d = other
+	}
+	d.Reports = reports
+	return d
+}
+
+// Join takes in what another replica says of an agent: the worse state counts.
+func (a Agent) Join(other Agent) Agent {
+	if before(agentStates, other.State, a.State) {
+		return other
+	}
+	return a
+}
+
+// Join takes in what another replica says of a barrier. A hook asks one replica, and another one if
+// that does not answer: the later word counts.
+func (b OpenBarrier) Join(other OpenBarrier) OpenBarrier {
+	if other.PhaseSince.After(b.PhaseSince) {
+		return other
+	}
+	return b
+}
+
+// sameEnd is how much later one replica may see the same drain end than another one. A pod that was
+// kept is not drained again so soon.
+const sameEnd = 30 * time.Second
+
+// joinOutcomes adds how drains ended at another replica. Of the same end, what is worse counts, and
+// else a reason that says more than that the pod is gone.
+func joinOutcomes(all, others []Outcome) []Outcome {
+	all = slices.Clone(all)
+	for _, o := range others {
+		i := slices.IndexFunc(all, func(had Outcome) bool {
+			return had.UID == o.UID && had.Gate == o.Gate && had.At.Sub(o.At).Abs() < sameEnd
+		})
+		switch {
+		case i < 0:
+			all = append(all, o)
+		case o.Abnormal && !all[i].Abnormal || o.Abnormal == all[i].Abnormal && all[i].Reason == "PodDeleted":
+			all[i] = o
+		}
+	}
+	return all
+}
+
+// Joined puts lists together whose items are of the same thing where key is the same.
+func Joined[T interface{ Join(T) T }](key func(T) string, lists ...[]T) []T {
+	all, at := []T{}, map[string]int{}
+	for _, list := range lists {
+		for _, one := range list {
+			if i, had := at[key(one)]; had {
+				all[i] = all[i].Join(one)
+				continue
+			}
+			at[key(one)] = len(all)
+			all = append(all, one)
+		}
+	}
+	return all
+}
+
+// Join adds what the other replicas say of drains, barriers, agents and outcomes. What agents tell
+// each replica alike, such as the health of targets, stays that of v.
+func (v View) Join(others ...View) View {
+	for _, o := range others {
+		elsewhere := max(v.Barriers.Open-len(v.Barriers.Items), 0) + max(o.Barriers.Open-len(o.Barriers.Items), 0)
+		v.Drains.Items = Joined(func(d Drain) string { return d.UID }, v.Drains.Items, o.Drains.Items)
+		v.Barriers.Items = Joined(func(b OpenBarrier) string { return b.UID }, v.Barriers.Items, o.Barriers.Items)
+		v.Agents.Items = Joined(func(a Agent) string { return a.ID }, v.Agents.Items, o.Agents.Items)
+		v.Outcomes = joinOutcomes(v.Outcomes, o.Outcomes)
+		v.Drains.Open = max(v.Drains.Open, o.Drains.Open, len(v.Drains.Items))
+		v.Barriers.Open = len(v.Barriers.Items) + elsewhere
+		v.Barriers.Hooks += o.Barriers.Hooks
+		v.Replica.Holds = max(v.Replica.Holds, o.Replica.Holds)
+		v.Agents.Expected = max(v.Agents.Expected, o.Agents.Expected)
+		v.Agents.Known = max(v.Agents.Known, o.Agents.Known)
+		v.Agents.Missing = max(v.Agents.Missing, o.Agents.Missing)
+		v.Agents.Suspended = max(v.Agents.Suspended, o.Agents.Suspended)
+		v.With = append(slices.Clone(v.With), o.Replica.Name)
+	}
+	slices.SortStableFunc(v.Drains.Items, func(a, b Drain) int {
+		return cmp.Or(a.Since.Compare(b.Since), cmp.Compare(a.UID, b.UID))
+	})
+	slices.SortStableFunc(v.Barriers.Items, func(a, b OpenBarrier) int {
+		return cmp.Or(a.Since.Compare(b.Since), cmp.Compare(a.UID, b.UID))
+	})
+	slices.SortStableFunc(v.Agents.Items, func(a, b Agent) int { return CompareAgents(a.State, b.State) })
+	slices.SortStableFunc(v.Outcomes, func(a, b Outcome) int {
+		return cmp.Or(b.At.Compare(a.At), cmp.Compare(a.UID, b.UID))
+	})
+	return v
+}
+
+// Join adds what other replicas have measured. Each deletion is measured by one.
+func (r Report) Join(others ...Report) Report {
+	for _, o := range others {
+		if o.Since.After(r.Since) {
+			r.Since = o.Since
+		}
+		r.Namespaces = Joined(func(n NamespaceReport) string { return n.Namespace }, r.Namespaces, o.Namespaces)
+	}
+	slices.SortFunc(r.Namespaces, func(a, b NamespaceReport) int { return cmp.Compare(a.Namespace, b.Namespace) })
+	return r
+}
+
+// Join adds what another replica has measured in a namespace.
+func (n NamespaceReport) Join(other NamespaceReport) NamespaceReport {
+	n.Deletions, n.InFlight = n.Deletions+other.Deletions, n.InFlight+other.InFlight
+	n.Unmeasured += other.Unmeasured
+	n.WaitSeconds = slices.Concat(n.WaitSeconds, other.WaitSeconds)
+	return n
+}
