@@ -46,6 +46,40 @@ func TestTheChartsSchemaIsTheCoordinators(t *testing.T) {
 		gateways("../../charts/lameduck/values.schema.json")); diff != "" {
 		t.Error(diff)
 	}
+	// The value config has each key of the file that neither the chart nor another value decides.
+	type schema struct{ Properties map[string]schema }
+	keys := func(path string, of func(schema) schema) (all []string) {
+		t.Helper()
+		var root schema
+		content, err := os.ReadFile(path)
+		if err == nil {
+			err = json.Unmarshal(content, &root)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		var walk func(under string, s schema)
+		walk = func(under string, s schema) {
+			for key, inner := range s.Properties {
+				all = append(all, under+key)
+				walk(under+key+".", inner)
+			}
+		}
+		walk("", of(root))
+		slices.Sort(all)
+		return all
+	}
+	want := slices.DeleteFunc(keys("../../schemas/coordinator.json", func(s schema) schema { return s }),
+		func(key string) bool {
+			return slices.Contains([]string{"apiVersion", "kind", "excludedNamespaces", "addresses.admission",
+				"addresses.agents", "addresses.metrics", "addresses.probes", "certificates.dir",
+				"certificates.admissionSecretFile", "certificates.secret", "certificates.configMap",
+				"certificates.webhookConfiguration"}, key)
+		})
+	if diff := cmp.Diff(want, keys("../../charts/lameduck/values.schema.json",
+		func(s schema) schema { return s.Properties["config"] })); diff != "" {
+		t.Errorf("the coordinator's file (-) and the value config (+): %s", diff)
+	}
 }
 
 const head = "apiVersion: lameduck.io/v1alpha1\nkind: CoordinatorConfiguration\n"

@@ -94,3 +94,12 @@ annotations:
 {{- define "lameduck.timeout" -}}
 {{- div (int (include "lameduck.millis" (dig "times" "webhook" "4s" .Values.config))) 1000 -}}
 {{- end }}
+
+{{/* lameduck.selected are labels that namespaceSelector selects. The API server sets kubernetes.io/metadata.name itself. */}}
+{{- define "lameduck.selected" -}}
+{{- $labels := dict -}}
+{{- range dig "matchExpressions" list .Values.namespaceSelector -}}
+{{- if has .operator (list "In" "Exists") }}{{ $_ := set $labels .key (dig "values" (list "") . | first) }}{{ end -}}
+{{- end -}}
+{{- omit (mergeOverwrite $labels (dig "matchLabels" dict .Values.namespaceSelector)) "kubernetes.io/metadata.name" | toYaml -}}
+{{- end }}

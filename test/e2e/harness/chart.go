@@ -22,24 +22,31 @@ var ChartDir = filepath.Join(Repository, "charts", "lameduck")
 // an error.
 func Chart(t testing.TB, path string, values map[string]any) (objects, hooks string, err error) {
 	t.Helper()
-	return render(t, path, values, engine.Engine{Strict: true})
+	return ChartIn(t, path, stage.System, values)
+}
+
+// ChartIn is Chart for a release in a namespace.
+func ChartIn(t testing.TB, path, namespace string, values map[string]any) (objects, hooks string, err error) {
+	t.Helper()
+	return render(t, path, namespace, values, engine.Engine{Strict: true})
 }
 
 // ForeignChart renders a chart that is not Lameduck's, and may refer to values that are not there.
 func ForeignChart(t testing.TB, path string, values map[string]any) (objects string, err error) {
 	t.Helper()
-	objects, _, err = render(t, path, values, engine.Engine{})
+	objects, _, err = render(t, path, stage.System, values, engine.Engine{})
 	return objects, err
 }
 
-func render(t testing.TB, path string, values map[string]any, e engine.Engine) (objects, hooks string, err error) {
+func render(t testing.TB, path, namespace string, values map[string]any, e engine.Engine) (objects, hooks string,
+	err error) {
 	t.Helper()
 	chart, err := loader.Load(path)
 	if err != nil {
 		t.Fatal(err)
 	}
 	all, err := util.ToRenderValues(chart, values,
-		common.ReleaseOptions{Name: "lameduck", Namespace: stage.System, IsInstall: true}, nil)
+		common.ReleaseOptions{Name: "lameduck", Namespace: namespace, IsInstall: true}, nil)
 	if err != nil {
 		return "", "", err
 	}

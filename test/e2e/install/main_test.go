@@ -34,32 +34,18 @@ const overlap = 3 * time.Second
 func open(t *testing.T) *stage.Stage {
 	t.Helper()
 	harness.HAProxy(t)
-	var flags []string
-	for flag, text := range map[string]string{
-		"audit-policy-file": auditPolicy, "admission-control-config-file": priorityLimits,
-	} {
-		path := filepath.Join(os.TempDir(), flag)
-		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
-		flags = append(flags, "--"+flag+"="+path)
-	}
+	flags := []string{fileFlag(t, "audit-policy-file", auditPolicy),
+		fileFlag(t, "admission-control-config-file", harness.PriorityLimits)}
 	return harness.Stage(t, cluster.Options{APIServer: append(flags, "--audit-log-path="+auditLog())},
 		stage.Options{Entries: 2, Overlap: overlap, CRDs: stage.GatewayAPI})
 }
 
-// priorityLimits has the API server refuse pods of the classes of the system where no ResourceQuota
-// allows them, as GKE does.
-const priorityLimits = `
-apiVersion: apiserver.config.k8s.io/v1
-kind: AdmissionConfiguration
-plugins:
-  - name: ResourceQuota
-    configuration:
-      apiVersion: apiserver.config.k8s.io/v1
-      kind: ResourceQuotaConfiguration
-      limitedResources:
-        - resource: pods
-          matchScopes:
-            - {scopeName: PriorityClass, operator: In, values: [system-node-critical, system-cluster-critical]}
-`
+// fileFlag is a flag of the API server whose value is a file with text.
+func fileFlag(t *testing.T, flag, text string) string {
+	t.Helper()
+	path := filepath.Join(os.TempDir(), flag)
+	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return "--" + flag + "=" + path
+}

@@ -81,7 +81,7 @@ func TestTheChartsMonitoring(t *testing.T) {
 	}
 
 	s := open(t)
-	installDefinitions(t, s, prometheusOperator, "example/prometheus-operator-crd",
+	installDefinitions(t, s.Cluster, prometheusOperator, "example/prometheus-operator-crd",
 		"monitoring.coreos.com_podmonitors.yaml", "monitoring.coreos.com_prometheusrules.yaml")
 	for key, o := range all {
 		if out, err := s.Cluster.KubectlInput(t.Context(), text(t, o), "apply", "--dry-run=server", "--validate=strict",

@@ -1,51 +1,73 @@
 package install
 
 import (
+	"encoding/json"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"testing"
-
-	"sigs.k8s.io/yaml"
 
 	"github.com/lameduck-io/lameduck/test/e2e/harness"
 )
 
-// A typo in a value is an error, whichever key it is in.
+// A typo in a value is an error, whichever key it is in. TestEachValueOfTheSchemaHasADefault says
+// that the schema has no other keys than the values.
 func TestEachMisspeltKeyIsRefused(t *testing.T) {
-	content, err := os.ReadFile(filepath.Join(harness.ChartDir, "values.yaml"))
+	content, err := os.ReadFile(filepath.Join(harness.ChartDir, "values.schema.json"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	var values object
-	if err := yaml.Unmarshal(content, &values); err != nil {
+	var root object
+	if err := json.Unmarshal(content, &root); err != nil {
 		t.Fatal(err)
 	}
 	tried := 0
-	var misspell func(path []string, of object)
-	misspell = func(path []string, of object) {
-		for key, value := range of {
-			free := len(path) > 0 && slices.Contains([]string{"requests", "labels"}, path[len(path)-1])
-			if !strings.Contains(key, "/") && !free {
-				var wrong any = object{key + "x": value}
-				for i := len(path) - 1; i >= 0; i-- {
-					wrong = object{path[i]: wrong}
-				}
-				tried++
-				_, err := charted(t, wrong.(object))
-				if err == nil || !strings.Contains(err.Error(), key+"x' not allowed") {
-					t.Errorf("%q, misspelt: %v", append(path, key), err)
-				}
-			}
-			if inner, ok := value.(object); ok {
-				misspell(append(path[:len(path):len(path)], key), inner)
+	// in puts a value where path leads to.
+	var misspell func(path string, schema object, in func(any) any)
+	misspell = func(path string, schema object, in func(any) any) {
+		if ref, ok := schema["$ref"].(string); ok {
+			schema = root
+			for _, key := range strings.Split(ref, "/")[1:] {
+				schema = schema[key].(object)
 			}
 		}
+		if items, ok := schema["items"].(object); ok {
+			misspell(path+"[]", items, func(value any) any { return in([]any{value}) })
+		}
+		for key, of := range asObject(schema["properties"]) {
+			tried++
+			_, err := charted(t, in(object{key + "x": 1}).(object))
+			if err == nil || !strings.Contains(err.Error(), key+"x' not allowed") {
+				t.Errorf("%s.%s, misspelt: %v", path, key, err)
+			}
+			misspell(path+"."+key, of.(object), func(value any) any { return in(object{key: value}) })
+		}
 	}
-	misspell(nil, values)
-	if tried < 40 {
+	misspell("", root, func(value any) any { return value })
+	if tried < 140 {
 		t.Errorf("%d keys", tried)
+	}
+}
+
+// Where the namespaces that wait are chosen by name, the check's is none of them.
+func TestTheCheckAsksWhereItIsHeard(t *testing.T) {
+	const name = "kubernetes.io/metadata.name"
+	in := func(values ...any) object {
+		return object{"matchExpressions": []any{object{"key": name, "operator": "In", "values": values}}}
+	}
+	for _, c := range []struct {
+		selector object
+		check    bool
+		want     string
+	}{
+		{in("shop"), true, "namespaceSelector: does not select lameduck-check"},
+		{object{"matchLabels": object{name: "shop"}}, true, "namespaceSelector: does not select lameduck-check"},
+		{in("shop"), false, ""}, {in("shop", "lameduck-check"), true, ""},
+	} {
+		_, err := charted(t, object{"check": c.check, "namespaceSelector": c.selector})
+		if (err == nil) != (c.want == "") || err != nil && !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%v, check %t: %v, want %q", c.selector, c.check, err, c.want)
+		}
 	}
 }
 
