@@ -84,7 +84,7 @@ e2e: haproxy envoy traefik contour node-packages kubernetes build ## three real 
 	@echo "== test/e2e/nodes"; cd test/e2e && RUNS=$(RUNS) LAMEDUCK_DIST=$(DIST) LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout $$((10 + 20 * $(RUNS)))m -v ./nodes
 
 .PHONY: chart
-chart: helm3 helm4 node-packages kubernetes build ## the chart by Helm 3 and Helm 4 on a real node, as root: install, test, upgrade, rollback, uninstall
+chart: helm3 helm4 node-packages kubernetes build ## the chart by Helm 3 and Helm 4 on a real node, as root: install, test, upgrade, rollback, uninstall, values of many kinds of clusters, a private registry
 	@cd test/e2e && REQUIRE_REAL=1 LAMEDUCK_BIN=$(BIN) go test -tags long -count=1 -timeout 30m -v ./chart
 
 .PHONY: e2e-long
