@@ -88,7 +88,7 @@ chart: helm3 helm4 node-packages kubernetes build ## the chart by Helm 3 and Hel
 	@cd test/e2e && REQUIRE_REAL=1 LAMEDUCK_BIN=$(BIN) go test -tags long -count=1 -timeout 30m -v ./chart
 
 .PHONY: e2e-long
-e2e-long: haproxy envoy traefik nginx caddy contour envoy-gateway helm3 helm4 node-packages kubernetes build ## what is too long for CI, some hours: every scenario on three nodes, losses and races many times, what entries cost (PARTS=regexp); e2e-long.txt says when each part was last green
+e2e-long: haproxy envoy traefik nginx caddy busybox curl contour envoy-gateway helm3 helm4 node-packages kubernetes upstream build ## what is too long for CI, some hours: every scenario on three nodes, losses and races many times, what entries cost (PARTS=regexp); e2e-long.txt says when each part was last green
 	@BIN=$(BIN) PARTS='$(PARTS)' test/e2e/long.sh
 	@[ -n '$(PARTS)' ] || $(MAKE) --no-print-directory sim SEEDS=2 DRAWN=20000
 
@@ -126,6 +126,10 @@ release: ## all that users install, by digest, with checksums, into an empty dis
 kubernetes: ## etcd and the Kubernetes control plane, from source, once
 	@cd test/cluster && go run ./cmd/kubernetes-build > /dev/null
 
+.PHONY: upstream
+upstream: ## the end-to-end tests of Kubernetes and the program of their pods, in the same way
+	@cd test/cluster && go run ./cmd/kubernetes-build upstream > /dev/null
+
 .PHONY: haproxy
 haproxy: ## HAProxy, if it is missing and may be installed
 	@command -v haproxy > /dev/null || { \
@@ -135,8 +139,8 @@ haproxy: ## HAProxy, if it is missing and may be installed
 	    echo "haproxy is missing: sudo apt-get install haproxy" >&2; exit 1; \
 	  fi; }
 
-.PHONY: nginx caddy
-nginx caddy: ## nginx and Caddy, if they are missing and may be installed, for make e2e-long
+.PHONY: nginx caddy busybox curl
+nginx caddy busybox curl: ## nginx, Caddy, BusyBox and curl, if they are missing and may be installed, for make e2e-long
 	@command -v $@ > /dev/null || { \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 	    echo "installing $@"; (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $@) > /dev/null; \

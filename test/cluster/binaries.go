@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"runtime"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -46,6 +47,12 @@ var programs = []program{
 	{"kube-proxy", "k8s.io/kubernetes/cmd/kube-proxy", "about 10 s"},
 }
 
+// upstream are Kubernetes' end-to-end tests and the program that their pods run.
+var upstream = []program{
+	{"e2e.test", "k8s.io/kubernetes/test/e2e", "about 4 min"},
+	{"agnhost", "k8s.io/kubernetes/test/images/agnhost", "about 30 s"},
+}
+
 var versionLine = regexp.MustCompile(`(?m)^\s*k8s\.io/kubernetes (v(\d+)\.(\d+)\.\S+)`)
 
 // Build returns the programs of a control plane, built from source if this user's cache does not
@@ -57,6 +64,16 @@ var versionLine = regexp.MustCompile(`(?m)^\s*k8s\.io/kubernetes (v(\d+)\.(\d+)\
 // temporary files. Two processes do not build at once, and an interrupted build leaves nothing that
 // is taken for a finished one; what it has compiled stays in Go's own cache.
 func Build(ctx context.Context, progress io.Writer) (Binaries, error) {
+	return buildAll(ctx, progress, "kubernetes", programs)
+}
+
+// BuildUpstream is [Build] for e2e.test, the end-to-end tests of Kubernetes, and agnhost, which
+// their pods run.
+func BuildUpstream(ctx context.Context, progress io.Writer) (Binaries, error) {
+	return buildAll(ctx, progress, "kubernetes-e2e", upstream)
+}
+
+func buildAll(ctx context.Context, progress io.Writer, what string, programs []program) (Binaries, error) {
 	src, err := source()
 	if err != nil {
 		return Binaries{}, err
@@ -96,14 +113,14 @@ func Build(ctx context.Context, progress io.Writer) (Binaries, error) {
 		strings.Join(flags, " ")} {
 		fmt.Fprintf(hash, "%d %s\n", len(part), part)
 	}
-	name := "kubernetes-" + version + "-" + hex.EncodeToString(hash.Sum(nil))[:12]
+	name := what + "-" + version + "-" + hex.EncodeToString(hash.Sum(nil))[:12]
 	result := Binaries{Dir: filepath.Join(cache, name), Version: version}
 	if _, err := os.Stat(result.Dir); err == nil {
 		return result, nil
 	}
 	if Inside() {
-		return Binaries{}, fmt.Errorf("Kubernetes %s is not built, and inside there is no network to build it: call "+
-			"cluster.Build before cluster.Enter", version)
+		return Binaries{}, fmt.Errorf("%s %s is not built, and inside there is no network to build it: make "+
+			"kubernetes upstream, or call cluster.Build before cluster.Enter", what, version)
 	}
 
 	unlock, err := lock(ctx, filepath.Join(cache, name+".lock"), progress)
@@ -126,8 +143,8 @@ func Build(ctx context.Context, progress io.Writer) (Binaries, error) {
 	}
 	defer os.RemoveAll(partial) // gone by then if all went well
 
-	fmt.Fprintf(progress, "building Kubernetes %s from source, once: about 5 min on 2 cores; it is kept in %s\n",
-		version, result.Dir)
+	fmt.Fprintf(progress, "building %s %s from source, once: about 5 min on 2 cores; it is kept in %s\n",
+		what, version, result.Dir)
 	for i, p := range programs {
 		what := fmt.Sprintf("%s (%d of %d, %s on 2 cores)", p.name, i+1, len(programs), p.takes)
 		if err := goBuild(ctx, progress, what, src, env, flags, filepath.Join(partial, p.name), p.pkg); err != nil {
@@ -144,7 +161,11 @@ func Build(ctx context.Context, progress io.Writer) (Binaries, error) {
 func goBuild(ctx context.Context, progress io.Writer, what, src string, env, flags []string, out, pkg string) error {
 	fmt.Fprintf(progress, "building %s\n", what)
 	start := time.Now()
-	args := append(append([]string{"build"}, flags...), "-o", out, pkg)
+	verb := []string{"build"}
+	if strings.HasSuffix(out, ".test") {
+		verb = []string{"test", "-c"}
+	}
+	args := slices.Concat(verb, flags, []string{"-o", out, pkg})
 	cmd := exec.CommandContext(ctx, "go", args...)
 	cmd.Dir, cmd.Env = src, env
 	var output bytes.Buffer

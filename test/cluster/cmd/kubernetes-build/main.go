@@ -1,5 +1,6 @@
-// Command kubernetes-build builds the control plane that the tests run, unless it is built already,
-// and prints the folder it is in.
+// Command kubernetes-build builds the control plane that the tests run, or with the argument
+// upstream the end-to-end tests of Kubernetes, unless they are built already, and prints the folder
+// that they are in.
 package main
 
 import (
@@ -7,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"slices"
 	"syscall"
 
 	"github.com/lameduck-io/lameduck/test/cluster"
@@ -15,7 +17,11 @@ import (
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	binaries, err := cluster.Build(ctx, os.Stderr)
+	build := cluster.Build
+	if slices.Equal(os.Args[1:], []string{"upstream"}) {
+		build = cluster.BuildUpstream
+	}
+	binaries, err := build(ctx, os.Stderr)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "kubernetes-build:", err)
 		os.Exit(1)
