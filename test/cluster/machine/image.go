@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -31,6 +32,10 @@ type Image struct {
 	// Libraries are files of this computer that the program needs at the same place, if it is not
 	// statically linked. See [Libraries].
 	Libraries []string
+	// Links are symbolic links: what each path leads to.
+	Links map[string]string
+	// Args are those of the program where a pod has none.
+	Args []string
 	// Archive is the file of an OCI archive that has the image by its Name, in place of Program. It
 	// may have it for other platforms too.
 	Archive string
@@ -119,15 +124,15 @@ func writeImage(w io.Writer, image Image) error {
 		order = append(order, name)
 	}
 	var layer bytes.Buffer
-	if err := writeTar(&layer, files, order...); err != nil {
+	if err := writeTar(&layer, files, image.Links, order...); err != nil {
 		return err
 	}
 	sum := sha256.Sum256(layer.Bytes())
 	config, err := json.Marshal(map[string]any{
 		"architecture": runtime.GOARCH,
 		"os":           "linux",
-		"config": map[string]any{"Entrypoint": []string{"/" + entry}, "WorkingDir": "/",
-			"Env": []string{"PATH=/"}}, // a pod may call the program by its name
+		"config": map[string]any{"Entrypoint": []string{"/" + entry}, "Cmd": image.Args, "WorkingDir": "/",
+			"Env": []string{"PATH=/:/bin:/usr/bin"}}, // a pod may call programs by their names
 		"rootfs": map[string]any{"type": "layers", "diff_ids": []string{"sha256:" + hex.EncodeToString(sum[:])}},
 	})
 	if err != nil {
@@ -139,12 +144,12 @@ func writeImage(w io.Writer, image Image) error {
 		return err
 	}
 	files = map[string][]byte{"layer.tar": layer.Bytes(), "config.json": config, "manifest.json": manifest}
-	return writeTar(w, files, "layer.tar", "config.json", "manifest.json")
+	return writeTar(w, files, nil, "layer.tar", "config.json", "manifest.json")
 }
 
-// writeTar writes files in the given order, without times, so that the same program makes the same
-// image.
-func writeTar(w io.Writer, files map[string][]byte, order ...string) error {
+// writeTar writes files in the given order, then links, without times, so that the same program
+// makes the same image.
+func writeTar(w io.Writer, files map[string][]byte, links map[string]string, order ...string) error {
 	tw := tar.NewWriter(w)
 	for _, name := range order {
 		header := &tar.Header{Name: name, Mode: 0o755, Size: int64(len(files[name])), Typeflag: tar.TypeReg}
@@ -152,6 +157,12 @@ func writeTar(w io.Writer, files map[string][]byte, order ...string) error {
 			return err
 		}
 		if _, err := tw.Write(files[name]); err != nil {
+			return err
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(links)) {
+		header := &tar.Header{Name: name, Mode: 0o777, Linkname: links[name], Typeflag: tar.TypeSymlink}
+		if err := tw.WriteHeader(header); err != nil {
 			return err
 		}
 	}

@@ -19,7 +19,8 @@ func TestImage(t *testing.T) {
 	if err := os.WriteFile(program, []byte("\x7fELF"), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	image := Image{Name: "lameduck.test/app:1", Program: program}
+	image := Image{Name: "lameduck.test/app:1", Program: program, Args: []string{"pause"},
+		Links: map[string]string{"bin/sh": "/app"}}
 	var first, second bytes.Buffer
 	if err := errors.Join(writeImage(&first, image), writeImage(&second, image)); err != nil {
 		t.Fatal(err)
@@ -51,13 +52,18 @@ func TestImage(t *testing.T) {
 	if len(manifest) != 1 || len(manifest[0].RepoTags) != 1 || manifest[0].RepoTags[0] != image.Name {
 		t.Fatalf("manifest %s names something else than %s", files["manifest.json"], image.Name)
 	}
-	if config := string(files[manifest[0].Config]); !strings.Contains(config, `"Entrypoint":["/app"]`) {
-		t.Errorf("configuration %s does not start /app", config)
+	for _, want := range []string{`"Entrypoint":["/app"]`, `"Cmd":["pause"]`} {
+		if config := string(files[manifest[0].Config]); !strings.Contains(config, want) {
+			t.Errorf("configuration %s does not have %s", config, want)
+		}
 	}
 	layer := tar.NewReader(bytes.NewReader(files[manifest[0].Layers[0]]))
 	header, err := layer.Next()
 	if err != nil || header.Name != "app" || header.FileInfo().Mode()&0o111 != 0o111 {
 		t.Errorf("the layer begins with %+v (%v), want an executable app", header, err)
+	}
+	if header, err := layer.Next(); err != nil || header.Name != "bin/sh" || header.Linkname != "/app" {
+		t.Errorf("after app the layer has %+v (%v), want a link from bin/sh to /app", header, err)
 	}
 	if err := writeImage(io.Discard, Image{Name: "x", Program: program + "-is-not-there"}); !errors.Is(err,
 		os.ErrNotExist) {
