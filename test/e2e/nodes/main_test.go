@@ -34,6 +34,16 @@ type lab struct {
 // newLab starts n nodes and installs the coordinator and the node agents, but no webhook yet.
 func newLab(t *testing.T, n int, options machine.Options) *lab {
 	t.Helper()
+	began := time.Now()
+	l := newNodes(t, n, options)
+	l.install(t)
+	t.Logf("Lameduck after %s", time.Since(began).Round(time.Second/10))
+	return l
+}
+
+// newNodes starts n nodes that have the images of Lameduck, and nothing of it installed.
+func newNodes(t *testing.T, n int, options machine.Options) *lab {
+	t.Helper()
 	cluster.Entered(t)
 	haproxy := harness.HAProxy(t)
 	bin := harness.StaticPrograms(t)
@@ -54,11 +64,7 @@ func newLab(t *testing.T, n int, options machine.Options) *lab {
 		machine.Image{Name: appImage, Program: filepath.Join(bin, "app")},
 		machine.Image{Name: haproxyImage, Program: haproxy, Libraries: libraries},
 	)
-	began := time.Now()
-	l := &lab{harness.NewLab(t, machine.ControlPlane(), n, options, 20,
+	return &lab{harness.NewLab(t, machine.ControlPlane(), n, options, 20,
 		[2]string{system, "app.kubernetes.io/component=webhook"}, [2]string{agents, "app.kubernetes.io/component=node"},
 		[2]string{gateway, "app=gateway"}, [2]string{edge, "lameduck.io/agent"})}
-	l.install(t)
-	t.Logf("Lameduck after %s", time.Since(began).Round(time.Second/10))
-	return l
 }
