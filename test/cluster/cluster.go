@@ -394,22 +394,32 @@ func (c *Cluster) KubectlInput(ctx context.Context, input string, args ...string
 
 // KillAPIServer kills the API server with SIGKILL and waits until it is gone. etcd and the others
 // stay.
-func (c *Cluster) KillAPIServer() {
-	if p := c.program("kube-apiserver"); p != nil {
-		p.Kill()
-	}
-}
+func (c *Cluster) KillAPIServer() { c.kill("kube-apiserver") }
 
 // RestartAPIServer kills the API server, starts it again at the same address, and waits until it is
 // ready. Its log is continued.
 func (c *Cluster) RestartAPIServer(ctx context.Context) error {
-	c.KillAPIServer()
+	return c.restart(ctx, "kube-apiserver")
+}
+
+// KillEtcd kills etcd with SIGKILL and waits until it is gone. The others stay.
+func (c *Cluster) KillEtcd() { c.kill("etcd") }
+
+// RestartEtcd kills etcd, starts it again with its data, and waits until the API server is ready.
+// Its log is continued.
+func (c *Cluster) RestartEtcd(ctx context.Context) error { return c.restart(ctx, "etcd") }
+
+func (c *Cluster) kill(name string) {
+	if p := c.program(name); p != nil {
+		p.Kill()
+	}
+}
+
+func (c *Cluster) restart(ctx context.Context, name string) error {
+	c.kill(name)
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
-	c.mu.Lock()
-	args := c.programs["kube-apiserver"].Args()
-	c.mu.Unlock()
-	if err := c.run("kube-apiserver", args...); err != nil {
+	if err := c.run(name, c.program(name).Args()...); err != nil {
 		return err
 	}
 	return c.waitReady(ctx)

@@ -323,11 +323,11 @@ func TestStartAndStop(t *testing.T) {
 		t.Errorf("got %v, %v", review, err)
 	}
 
-	// The API server forgets nothing by being killed.
+	// The API server forgets nothing by being killed, and nor does etcd.
 	if _, err := c.Kubectl(t.Context(), "create", "namespace", "kept"); err != nil {
 		t.Fatal(err)
 	}
-	if err := c.RestartAPIServer(t.Context()); err != nil {
+	if err := errors.Join(c.RestartAPIServer(t.Context()), c.RestartEtcd(t.Context())); err != nil {
 		t.Fatal(err)
 	}
 	if out, err := c.Kubectl(t.Context(), "get", "namespace", "kept"); err != nil {

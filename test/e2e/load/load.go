@@ -29,6 +29,7 @@ package load
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -73,6 +74,8 @@ type Options struct {
 	// MaxInFlight bounds the requests under way; what is due beyond is skipped. 0 means as many as
 	// Rate and Timeout can produce.
 	MaxInFlight int
+	// Failures is how many failures of each kind the result tells in full. 0 means five.
+	Failures int
 }
 
 // Load is a load under way. Its methods may be called by any goroutine.
@@ -233,7 +236,7 @@ func (l *Load) run(ctx context.Context) {
 	for _, c := range l.idle {
 		c.Close()
 	}
-	l.result = summarise(l.start, l.records, l.marks, end)
+	l.result = summarise(l.start, l.records, l.marks, end, cmp.Or(l.opts.Failures, failuresOfKind))
 	l.result.Connections, l.result.Dropped = l.opened, l.dropped
 }
 

@@ -556,7 +556,8 @@ func TestSummarise(t *testing.T) {
 			{Name: "rollout", StartMillis: 20, EndMillis: 50, Counts: rest},
 		},
 	}
-	got := summarise(begun, records, []mark{{FirstPhase, 0}, {"rollout", 20 * ms}, {"after the end", 60 * ms}}, 50*ms)
+	got := summarise(begun, records, []mark{{FirstPhase, 0}, {"rollout", 20 * ms}, {"after the end", 60 * ms}}, 50*ms,
+		failuresOfKind)
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("(-want +got):\n%s", diff)
 	}
@@ -569,7 +570,7 @@ func TestSummariseTellsFirstOfEachKind(t *testing.T) {
 	}
 	records = append(records, record{due: 100, err: errBody})
 	var kinds []Kind
-	for _, f := range summarise(time.Time{}, records, []mark{{}}, time.Second).Failures {
+	for _, f := range summarise(time.Time{}, records, []mark{{}}, time.Second, 5).Failures {
 		kinds = append(kinds, f.Kind)
 	}
 	s := Kind("status-503")
@@ -600,7 +601,7 @@ func TestQuantile(t *testing.T) {
 
 func TestResultJSON(t *testing.T) {
 	b, err := json.Marshal(summarise(time.Time{}, []record{{took: time.Millisecond}}, []mark{{name: FirstPhase}},
-		time.Second))
+		time.Second, failuresOfKind))
 	if err != nil {
 		t.Fatal(err)
 	}

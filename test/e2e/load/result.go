@@ -9,7 +9,8 @@ import (
 // FirstPhase is the name of the phase before the first mark. Result.Phases always begins with it.
 const FirstPhase = "start"
 
-// failuresOfKind is how many failures of each kind a result tells in full.
+// failuresOfKind is how many failures of each kind a result tells in full, unless Options.Failures
+// says otherwise.
 const failuresOfKind = 5
 
 // lateAfter is how long after it was due a request may start without being called late: more than
@@ -24,8 +25,9 @@ type Result struct {
 	MaxLateMillis float64 `json:"maxLateMillis"`
 	Connections   int     `json:"connections"` // attempted
 	// kept connections found closed before they were used again; not failures
-	Dropped  int       `json:"dropped"`
-	Failures []Failure `json:"failures"` // the first five of each kind, in the order in which they were due
+	Dropped int `json:"dropped"`
+	// the first five (Options.Failures) of each kind, in the order in which they were due
+	Failures []Failure `json:"failures"`
 	// FailedAt counts failures by Failure.Pod, all of them. Nil: none failed.
 	FailedAt map[string]int `json:"failedAt,omitempty"`
 	Phases   []Phase        `json:"phases"`
@@ -76,7 +78,7 @@ type Failure struct {
 
 // summarise computes a result from what became of each request. It sorts records. Marks are in
 // order, the first at 0.
-func summarise(start time.Time, records []record, marks []mark, end time.Duration) Result {
+func summarise(start time.Time, records []record, marks []mark, end time.Duration, failures int) Result {
 	slices.SortStableFunc(records, func(a, b record) int { return cmp.Compare(a.due, b.due) })
 	res := Result{Start: start, Seconds: end.Seconds(), Counts: count(records), Failures: []Failure{}}
 	told := map[Kind]int{}
@@ -90,7 +92,7 @@ func summarise(start time.Time, records []record, marks []mark, end time.Duratio
 		}
 		res.FailedAt[r.by]++
 		kind := kindOf(r.err)
-		if told[kind]++; told[kind] > failuresOfKind {
+		if told[kind]++; told[kind] > failures {
 			continue
 		}
 		f := Failure{
