@@ -90,7 +90,7 @@ func (l *lab) testGateways(t *testing.T, rows *[]row) {
 		declared = append(declared, object{"name": g.name, "kind": kind, "namespace": g.namespace,
 			"selector": "app=" + g.name, "classes": []string{g.name}})
 	}
-	l.configure(t, object{"bound": stopped.String()}, declared...)
+	l.configure(t, object{"barrier": object{"bound": stopped.String()}}, declared...)
 	for _, m := range modes() {
 		l.deploy(t, m.work.with("Deployment", 0)) // Envoy listens once there are Services
 	}
@@ -223,16 +223,12 @@ func (l *lab) stopGateway(t *testing.T, w work, replica corev1.Pod) {
 		return m.Name == replica.Spec.NodeName
 	})]
 	program := replica.Spec.Containers[0].Name
-	signal := func(s syscall.Signal) {
-		if out, err := node.Run(t.Context(), "bash", "-c", fmt.Sprintf(`
-			for p in /proc/[0-9]*; do
-				read -rd '' name < $p/cmdline
-				[ "${name##*/}" = %s ] && kill -%d ${p#/proc/} && echo $p
-			done 2> /dev/null; true`, program, int(s))); err != nil || strings.Count(out, "\n") != 1 {
-			t.Fatalf("signal %s of %s: %v: %q", s, program, err, out)
+	send := func(s syscall.Signal) {
+		if n, err := signal(t.Context(), node, "^([^ ]*/)?"+program+" ", s); err != nil || n != 1 {
+			t.Fatalf("signal %s reached %d processes of %s: %v", s, n, program, err)
 		}
 	}
-	signal(syscall.SIGSTOP)
+	send(syscall.SIGSTOP)
 	began := time.Now()
 	list, err := l.Kube.CoreV1().Pods(w.Namespace).List(t.Context(), metav1.ListOptions{LabelSelector: "app=exit"})
 	if err != nil {
@@ -240,7 +236,7 @@ func (l *lab) stopGateway(t *testing.T, w work, replica corev1.Pod) {
 	}
 	name := list.Items[0].Name
 	took := l.remove(t, w.Namespace, name, 2*stopped)
-	signal(syscall.SIGCONT)
+	send(syscall.SIGCONT)
 	all, err := l.passed(t, began, w.Namespace+"/"+name)
 	if err != nil || len(all) != 1 {
 		t.Fatalf("what coordinators write of %s: %v, %v", name, all, err)

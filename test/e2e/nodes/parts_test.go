@@ -371,16 +371,26 @@ func (l *lab) testFrozenAgent(t *testing.T) {
 	}
 }
 
-// signalAgent sends a signal to the agent of machine i.
+// signalAgent sends a signal to the agent of machine i. A probe must not restart it.
 func (l *lab) signalAgent(t *testing.T, i int, s syscall.Signal) {
 	t.Helper()
-	// A probe must not restart it.
-	if _, err := l.Set.Machines[i].Run(t.Context(), "bash", "-c", fmt.Sprintf(
-		`for p in /proc/[0-9]*; do
-			[ "$(tr '\0' ' ' < $p/cmdline | grep -c '^/agent --config=/etc/lameduck')" = 1 ] &&
-			kill -%d ${p#/proc/}; done; true`, int(s))); err != nil {
-		t.Fatal(err)
+	if n, err := signal(t.Context(), l.Set.Machines[i], nodeAgent, s); err != nil || n != 1 {
+		t.Fatalf("signal %s reached %d agents: %v", s, n, err)
 	}
+}
+
+// nodeAgent is the command line of a node agent, as signal finds it.
+const nodeAgent = "^/agent --config=/etc/lameduck"
+
+// signal sends a signal to all processes of a machine, those of its pods included, whose command
+// line matches a regular expression of bash, and returns how many they are.
+func signal(ctx context.Context, m *machine.Machine, command string, s syscall.Signal) (int, error) {
+	out, err := m.Run(ctx, "bash", "-c", fmt.Sprintf(`
+		for p in /proc/[0-9]*; do
+			mapfile -d '' -t args < $p/cmdline
+			[[ "${args[*]}" =~ $1 ]] && kill -%d ${p#/proc/} && echo
+		done 2> /dev/null; true`, int(s)), "signal", command)
+	return strings.Count(out, "\n"), err
 }
 
 // With Lameduck installed and no agent at all Kubernetes behaves as without it: deletions take as
@@ -431,9 +441,9 @@ func (l *lab) testNoAgents(t *testing.T) {
 	}
 }
 
-// configure restarts the coordinators with more keys in their configuration: those of the section
-// barrier, and gateways.
-func (l *lab) configure(t *testing.T, barrier object, gateways ...object) {
+// configure restarts the coordinators with more keys in the sections of their configuration, and
+// with gateways.
+func (l *lab) configure(t *testing.T, sections object, gateways ...object) {
 	t.Helper()
 	for _, o := range l.manifests(t) {
 		if data, ok := o["data"].(object); ok && data["coordinator.yaml"] != nil {
@@ -441,7 +451,14 @@ func (l *lab) configure(t *testing.T, barrier object, gateways ...object) {
 			if err := yaml.Unmarshal([]byte(data["coordinator.yaml"].(string)), &all); err != nil {
 				t.Fatal(err)
 			}
-			maps.Copy(all["barrier"].(object), barrier)
+			for name, keys := range sections {
+				section, _ := all[name].(object)
+				if section == nil {
+					section = object{}
+				}
+				maps.Copy(section, keys.(object))
+				all[name] = section
+			}
 			if len(gateways) > 0 {
 				all["gateways"] = gateways
 			}
@@ -534,10 +551,10 @@ func (l *lab) testScopes(t *testing.T) {
 	// Each replica learns by itself, and which one is asked follows from the pod's UID: one is
 	// left.
 	l.kubectl(t, "scale", "-n", system, "deployment/lameduck-webhook-1", "--replicas=0")
-	l.configure(t, object{"ask": "quorum", "sampling": object{"size": 1, "learnFrom": 9}})
+	l.configure(t, object{"barrier": object{"ask": "quorum", "sampling": object{"size": 1, "learnFrom": 9}}})
 	check("quorum, nothing learnt yet", l.replace(t, namespace, "first"), 3, 3, false)
 	check("quorum", l.replace(t, namespace, "then"), 1, 2, true)
-	l.configure(t, object{"ask": "local"})
+	l.configure(t, object{"barrier": object{"ask": "local"}})
 	check("local", l.replace(t, namespace, "local"), 1, 1, false)
 	l.kubectl(t, "scale", "-n", system, "deployment/lameduck-webhook-1", "--replicas=1")
 	l.configure(t, nil)

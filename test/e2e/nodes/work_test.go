@@ -184,19 +184,25 @@ func (c *clients) in(way, phase string) counted {
 // startClients sends requests to an app through ClusterIP, NodePort and HAProxy at once.
 func (l *lab) startClients(t *testing.T, namespace, app, haproxy string, how traffic) *clients {
 	t.Helper()
+	all := &clients{}
+	for i, target := range l.targets(t, namespace, app, haproxy) {
+		all.add(t, l, ways[i], how, 50, load.Options{Target: target})
+	}
+	return all
+}
+
+// targets are what clients of an app ask, on each of ways.
+func (l *lab) targets(t *testing.T, namespace, app, haproxy string) []string {
+	t.Helper()
 	service, err := l.Kube.CoreV1().Services(namespace).Get(t.Context(), app, metav1.GetOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	all := &clients{}
-	for i, target := range []string{
+	return []string{
 		fmt.Sprintf("http://%s:80/", service.Spec.ClusterIP),
 		fmt.Sprintf("http://%s:%d/", l.Set.Machines[1].Address, service.Spec.Ports[0].NodePort),
 		haproxy,
-	} {
-		all.add(t, l, ways[i], how, 50, load.Options{Target: target})
 	}
-	return all
 }
 
 // add starts the clients of one way, which send at a rate all together.
