@@ -344,6 +344,9 @@ func (m *Machine) Stop() error {
 	first := m.first
 	already := m.stopped
 	m.stopped = true
+	for _, p := range m.programs {
+		p.Signal(syscall.SIGCONT) // an nsenter that has stopped with its child would not reap it
+	}
 	m.mu.Unlock()
 	if already {
 		return nil

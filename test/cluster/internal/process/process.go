@@ -122,6 +122,7 @@ func (p *Process) KillChild() {
 				syscall.Kill(pid, syscall.SIGKILL)
 			}
 		}
+		syscall.Kill(p.pid, syscall.SIGCONT) // nsenter stops when its child is stopped
 	}
 	p.mu.Unlock()
 	select {
