@@ -35,6 +35,9 @@ export ONLY ?= rolling update|node drain
 export UPGRADE_FROM ?= HEAD~1
 # make e2e-long PARTS='losses|table'
 PARTS ?=
+# make chaos SEED=7 MINUTES=120
+SEED ?= 1
+MINUTES ?= 10
 # make images VERSION=v1.2.3 REGISTRY=registry.example/lameduck PLATFORMS=linux/amd64
 VERSION ?= $(or $(shell git describe --tags --exact-match --dirty 2> /dev/null),dev)
 REGISTRY ?= docker.io/lameduck
@@ -91,6 +94,10 @@ chart: helm3 helm4 node-packages kubernetes build ## the chart by Helm 3 and Hel
 e2e-long: haproxy envoy traefik nginx caddy busybox curl contour envoy-gateway helm3 helm4 node-packages kubernetes upstream build ## what is too long for CI, some hours: every scenario on three nodes, losses and races many times, what entries cost (PARTS=regexp); e2e-long.txt says when each part was last green
 	@BIN=$(BIN) PARTS='$(PARTS)' test/e2e/long.sh
 	@[ -n '$(PARTS)' ] || $(MAKE) --no-print-directory sim SEEDS=2 DRAWN=20000
+
+.PHONY: chaos
+chaos: haproxy node-packages kubernetes build ## three real nodes, as root: updates, scaling and drains under load for MINUTES, while faults that SEED alone determines break one part after the other (SEED=7 MINUTES=120)
+	@cd test/e2e && REQUIRE_REAL=1 SEED=$(SEED) MINUTES=$(MINUTES) LAMEDUCK_BIN=$(BIN) go test -tags e2e,long -count=1 -timeout $$((30 + $(MINUTES)))m -v -run '^TestChaos$$' ./nodes
 
 .PHONY: fuzz
 fuzz: ## every decoder of bytes from outside, FUZZTIME each (10m); what it finds is written into testdata/fuzz and is a test from then on (FUZZ=regexp of package and name)
