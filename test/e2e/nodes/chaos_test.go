@@ -453,7 +453,7 @@ func (c *chaos) watchClock(ctx context.Context) {
 	defer tick.Stop()
 	for last := time.Now(); ctx.Err() == nil; last = time.Now() {
 		<-tick.C
-		if now := time.Now(); now.Sub(last) > time.Second {
+		if now := time.Now(); now.Sub(last) > time.Second/2 {
 			c.open(window{why: "the computer stood still", ways: ways, from: last.Add(-5 * time.Second),
 				to: now.Add(5 * time.Second)})
 		}
