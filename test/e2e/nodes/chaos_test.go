@@ -504,7 +504,7 @@ func (c *chaos) look(ctx context.Context) {
 		case !ready && blind == nil:
 			blind = c.open(window{why: "no coordinator is ready", ways: ways, from: now.Add(-2 * time.Second)})
 		case ready && blind != nil:
-			c.close(blind, now.Add(margin))
+			c.close(blind, now.Add(2*margin)) // hooks that met no coordinator wait for their node for 10 s
 			blind = nil
 		}
 		listing, cancel := context.WithTimeout(ctx, 2*time.Second)
