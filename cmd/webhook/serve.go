@@ -100,7 +100,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	who := identity.New(kube)
 	self := drain.Holder{Replica: o.replica, Epoch: rand.Text()}
 	index := endpoints.NewIndex()
-	around := &podcontext.Source{Reader: known, Mode: o.Mode, Index: index, Log: log, Now: time.Now}
+	around := &podcontext.Source{Reader: known, Mode: o.Mode, Log: log, Now: time.Now}
 	metrics := admission.NewMetrics(registry)
 	proof, err := newServingTLS(o, kube, metrics, registry, log)
 	if err != nil {
@@ -147,14 +147,16 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		return err
 	}
 	log.Info("routes are read from", "kinds", kinds, "gateways", len(o.Gateways))
+	around.Index = admission.Ahead{Slices: index, Reader: known, Synced: services.HasSynced, Ledger: coord}
 	around.Known, around.Synced, around.Coverage = watch.synced, services.HasSynced, covers
 	around.Going = func(uid drain.UID) bool { return coord.Pod(uid).Terminating }
 	events := newEvents(kube, o.replica, log)
 	notes := &dashboard.Notes{Next: events}
 	handler := &admission.Handler{
 		Cluster: &admission.Cluster{
-			Reader: known, Live: live, Slices: index, Ledger: coord, Synced: watch.synced, Excluded: o.excluded,
-			Mode: o.Mode, Coverage: covers, Started: started,
+			Reader: known, Live: live, Ledger: coord, Synced: watch.synced, Excluded: o.excluded,
+			Slices: around.Index,
+			Mode:   o.Mode, Coverage: covers, Started: started,
 		},
 		Times: o.times, Events: notes, Log: log, Metrics: metrics, Replica: o.replica, Others: others.others(),
 	}

@@ -51,7 +51,7 @@ type Source struct {
 	Reader client.Reader
 	// Mode is that of pods where neither they nor their namespace say another.
 	Mode  string
-	Index *endpoints.Index
+	Index admission.Slices
 	// Known reports whether everything but Services can be read, Synced whether Services can.
 	// Nothing waits for Synced.
 	Known, Synced func() bool

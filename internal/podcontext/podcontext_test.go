@@ -248,7 +248,7 @@ func TestPodContext(t *testing.T) {
 				Known: func() bool { return true }, Synced: func() bool { return !c.unsynced },
 				Going: func(uid drain.UID) bool { return c.otherGoes && uid == "uid-b" },
 			}
-			v.Index.Apply(time.Now(), slice)
+			v.Index.(*endpoints.Index).Apply(time.Now(), slice)
 			got, err := v.PodContext(t.Context(), "lameduck-node/agent-x",
 				drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"})
 			if err != nil {
@@ -344,7 +344,7 @@ func TestTheLastTargetIsJudgedForEachService(t *testing.T) {
 				if !in.alone && c.near > 0 {
 					slice.Endpoints = append(slice.Endpoints, entry("uid-c", "n1", true, false))
 				}
-				v.Index.Apply(time.Now(), slice)
+				v.Index.(*endpoints.Index).Apply(time.Now(), slice)
 				objects = append(objects, slice,
 					&corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: name}, Spec: in.spec})
 			}

@@ -65,6 +65,8 @@ func (r *reader) Get(_ context.Context, key types.NamespacedName, into client.Ob
 			o.(*corev1.Node).DeepCopyInto(into)
 		case *corev1.Namespace:
 			o.(*corev1.Namespace).DeepCopyInto(into)
+		case *corev1.Service:
+			o.(*corev1.Service).DeepCopyInto(into)
 		default:
 			panic("a Get of " + kind)
 		}

@@ -207,7 +207,7 @@ func (l *Ledger) removedBy(now time.Time, d *drain) bits {
 // draw chooses which nodes are asked.
 func (l *Ledger) draw(d *drain) {
 	b := &d.barrier
-	if l.scope == ScopeLocal && !b.observe { // who is on the node of a pod that is observed is not known
+	if l.scope == ScopeLocal && !b.observe { // in mode observe, no hook names the agent on the node
 		b.sample = map[AgentID]struct{}{b.by: {}}
 		return
 	}
@@ -292,7 +292,7 @@ func (l *Ledger) opened(d *drain, observed bool) Open {
 	if observed {
 		o.Watch = &Watch{
 			Pod: d.pod, Since: d.since, Deadline: l.deadline(d), Number: d.number, Targets: d.barrier.targets,
-			Last: !d.barrier.last.IsZero(),
+			Last: !d.barrier.last.IsZero(), Observe: d.barrier.observe,
 		}
 	}
 	return o

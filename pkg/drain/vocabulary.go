@@ -343,6 +343,9 @@ type Watch struct {
 	// Last: no ready endpoint is left, so that gateways may keep sending to the pod. For display:
 	// the coordinator judges.
 	Last bool `json:"last"`
+	// Observe: the pod is in mode observe, and nothing waits. It may be deleted while the agent still
+	// watches, and another pod have its address.
+	Observe bool `json:"observe,omitempty"`
 }
 
 // Release ends a replica's hold on an exclusion.

@@ -72,6 +72,13 @@ type Reading struct {
 	Since time.Time
 }
 
+// Aside is a [Watch] of a gateway whose [health.Kept] depends on which other targets are watched.
+type Aside interface {
+	// Aside says that the targets are only looked at: other pods may have their addresses, so that
+	// for other watches they are endpoints to which the gateway can send.
+	Aside()
+}
+
 // Discoverer is an [Observed] that watches EndpointSlices itself, and may stop without a sign.
 type Discoverer interface {
 	// Discovered returns the addresses at which it has found a Service, namespace/name. It returns

@@ -47,7 +47,9 @@ type call struct {
 func (c *coord) newHandler() *admission.Handler {
 	return &admission.Handler{
 		Cluster: &admission.Cluster{
-			Reader: cache{c, false}, Live: cache{c, true}, Slices: c.index, Ledger: noted{c},
+			Reader: cache{c, false}, Live: cache{c, true}, Ledger: noted{c},
+			Slices: admission.Ahead{Slices: c.index, Reader: cache{c, false}, Synced: func() bool { return true },
+				Ledger: c},
 			Synced: func() bool { return c.synced }, Started: c.w.now,
 		},
 		Times: c.w.times, Log: c.w.logger(c.name), Others: asked{c.table},

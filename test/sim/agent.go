@@ -409,7 +409,8 @@ type recorded struct {
 }
 
 func (r recorded) Exclude(now time.Time, p drain.Pod, holder string, since, expires time.Time) {
-	if r.a.w.api.find(p.UID).observed() {
+	// A hook of a pod that is gone, whose mode is not known any more, is answered like any other.
+	if of := r.a.w.api.find(p.UID); of.observed() && !of.gone {
 		r.a.w.fail(checkMode, "%s is told to exclude %s, whose mode is observe", r.a.name, p.UID)
 	}
 	r.a.expiry(p.UID, holder, expires)

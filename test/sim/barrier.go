@@ -194,6 +194,8 @@ type view struct {
 	k    *kernel
 	addr netip.Addr
 	was  gateway.Reading
+	// aside: it does not count among those that are watched.
+	aside bool
 }
 
 // Watch implements gateway.Observed for a pod, which has one address.
@@ -224,8 +226,18 @@ func (v *view) Reading() gateway.Reading {
 // Count implements gateway.Watch: connections are always counted.
 func (v *view) Count() {}
 
+// Aside implements gateway.Aside.
+func (v *view) Aside() {
+	v.aside = true
+	v.k.watched[v.addr]--
+}
+
 // Close implements gateway.Watch.
-func (v *view) Close() { v.k.watched[v.addr]-- }
+func (v *view) Close() {
+	if !v.aside {
+		v.k.watched[v.addr]--
+	}
+}
 
 func (k *kernel) routes(uid drain.UID) bool {
 	return slices.ContainsFunc(k.chosen, func(c []drain.UID) bool { return slices.Contains(c, uid) })
@@ -516,6 +528,10 @@ type barred struct {
 	bar    *coordinator.Bar
 	// stated is the longest wait that one of the pod's Services states.
 	stated time.Duration
+	// known says that the replica knew the pod and its mode when it last read the context, targets
+	// are those of the pod's Services then.
+	known   bool
+	targets []drain.Targets
 	// began says that it has had a turn, turn counts what it waits for.
 	began, over bool
 	turn        int
@@ -559,7 +575,7 @@ func (c *coord) context(x *barred) coordinator.PodContext {
 	if err != nil {
 		panic(err)
 	}
-	x.stated = s.Stated
+	x.stated, x.known, x.targets = s.Stated, s.Known, s.Targets
 	return s
 }
 
@@ -576,7 +592,7 @@ func (c *coord) barTurn(x *barred) {
 		c.rested[p.uid] = c.took
 	}
 	bar.Turn(w.now)
-	if _, known := c.pods[p.uid]; !x.began && known && p.observed() && bar.Status.Reason != drain.NotEnforced {
+	if x.known && p.observed() && bar.Status.Reason != drain.NotEnforced {
 		w.fail(checkMode, "%s lets a hook of %s wait, whose mode is observe", c.name, p.uid)
 	}
 	switch s := bar.Status; {
@@ -584,7 +600,7 @@ func (c *coord) barTurn(x *barred) {
 	case !bar.Restart:
 		c.closed(p.uid) // it is known to be dead from then on
 	case !x.began && s.Phase != drain.Closed:
-		c.restarts(p, s)
+		c.restarts(x)
 	}
 	x.began = true
 	c.settle()
@@ -624,7 +640,7 @@ func (c *coord) passes(x *barred) {
 	switch {
 	case !x.bar.Restart:
 		if !p.stopped { // else its hook did not wait for this replica, and what that lost was judged then
-			c.checkPass(p, s, &why)
+			c.checkPass(p, p.host, s, &why)
 		}
 		c.checkStated(p, s, x.stated)
 		c.log("barrier of %s: %s", p.uid, s.Reason)
@@ -684,9 +700,9 @@ func (c *coord) learn(a *agent, r drain.Report) {
 }
 
 // toldAtBarrier says why a need not have been asked at the barrier of a pod. Empty: it had to be,
-// or was.
-func (c *coord) toldAtBarrier(p *pod, a *agent) (why string) {
-	if _, told := c.watched[a.id][p.uid]; told || a == p.host || a.population != drain.Nodes {
+// or was. by is the agent whose hooks wait, nil in mode observe.
+func (c *coord) toldAtBarrier(p *pod, by, a *agent) (why string) {
+	if _, told := c.watched[a.id][p.uid]; told || a == by || a.population != drain.Nodes {
 		return ""
 	}
 	switch c.w.scope {
@@ -727,7 +743,7 @@ func (c *coord) checkStated(p *pod, s drain.Status, stated time.Duration) {
 	who := "one of its Services states"
 	for _, a := range w.agents {
 		if rest := c.rested[p.uid]; a.kernel != nil && c.streaming(a) &&
-			c.toldAtBarrier(p, a) == "not asked: not in the sample" && rest > stated {
+			c.toldAtBarrier(p, p.host, a) == "not asked: not in the sample" && rest > stated {
 			stated, who = rest, "those have taken that were asked, for "+a.name
 		}
 	}
@@ -738,7 +754,7 @@ func (c *coord) checkStated(p *pod, s drain.Status, stated time.Duration) {
 }
 
 // checkPass looks at every node when a barrier is passed, and remembers in why who was not owed.
-func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
+func (c *coord) checkPass(p *pod, by *agent, s drain.Status, why *pass) {
 	w := c.w
 	switch s.Reason {
 	case drain.Acknowledged, drain.IdleBound, drain.LastTarget, drain.NoAgents, drain.Suspended, drain.AgentsLost:
@@ -764,8 +780,8 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
 		switch {
 		case suspended:
 			why.excused[a] = "Suspended"
-		case c.toldAtBarrier(p, a) != "":
-			why.excused[a] = c.toldAtBarrier(p, a)
+		case c.toldAtBarrier(p, by, a) != "":
+			why.excused[a] = c.toldAtBarrier(p, by, a)
 			if a.kernel.routes(p.uid) {
 				w.excuse("routed by a kernel: " + why.excused[a])
 			}
@@ -803,7 +819,7 @@ func (c *coord) checkMeasured(m coordinator.Measured) {
 	if m.Reason == drain.LastTarget {
 		return // it is judged when the pod is deleted, once
 	}
-	c.checkPass(c.w.api.find(m.Pod.UID), m.Status, &pass{excused: map[*agent]string{}})
+	c.checkPass(c.w.api.find(m.Pod.UID), nil, m.Status, &pass{excused: map[*agent]string{}})
 }
 
 // checkDirected looks at an agent that directs, when a barrier is passed: whether or not it was

@@ -48,8 +48,11 @@ func (p *pod) object(v podView) *corev1.Pod {
 	}
 	object.OwnerReferences = []metav1.OwnerReference{{Kind: "ReplicaSet", UID: types.UID(fmt.Sprint(p.services)),
 		Controller: new(true)}}
+	for _, i := range p.services {
+		metav1.SetMetaDataLabel(&object.ObjectMeta, service(i).Name, "true")
+	}
 	if slices.Contains(p.services, 0) {
-		object.Labels = map[string]string{"budget": "true"}
+		metav1.SetMetaDataLabel(&object.ObjectMeta, "budget", "true")
 	}
 	if v.mode != "" {
 		metav1.SetMetaDataLabel(&object.ObjectMeta, keys.Mode, v.mode)
@@ -163,7 +166,8 @@ func (a *api) service(i int) *corev1.Service {
 	of := service(i)
 	object := &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Namespace: of.Namespace, Name: of.Name},
-		Spec:       corev1.ServiceSpec{Type: corev1.ServiceTypeNodePort, ClusterIP: "10.96.0.1"},
+		Spec: corev1.ServiceSpec{Type: corev1.ServiceTypeNodePort, ClusterIP: "10.96.0.1",
+			Selector: map[string]string{of.Name: "true"}},
 	}
 	local := corev1.ServiceInternalTrafficPolicyLocal
 	switch a.policies[i] {

@@ -165,7 +165,8 @@ func (c *coord) start() {
 	c.slices = make([]slice, w.api.services)
 	c.index = endpoints.NewIndex()
 	c.handler = c.newHandler()
-	c.contexts = &podcontext.Source{Reader: cache{c, false}, Index: c.index, Known: func() bool { return true },
+	c.contexts = &podcontext.Source{Reader: cache{c, false}, Index: c.handler.Cluster.Slices,
+		Known:  func() bool { return true },
 		Synced: func() bool { return true }, Going: func(uid drain.UID) bool { return c.ledger.Pod(uid).Terminating },
 		Now: func() time.Time { return w.now }, Log: w.logger(c.name)}
 	c.streams, c.holds, c.inbound = nil, nil, nil
@@ -404,7 +405,7 @@ func (c *coord) settle() {
 // usable targets, and names one if the pod is the last of all that are routed.
 func (c *coord) services(p *pod) (targets []drain.Targets, services []drain.Service, last string) {
 	listings := c.index.Pod(c.w.now, p.drainPod().Namespace, p.uid)
-	targets, last = admission.LastOf(c.index, listings, c, p.uid)
+	targets, last = admission.LastOf(c.handler.Cluster.Slices, listings, c, p.uid)
 	for _, t := range targets {
 		services = append(services, t.Service)
 	}

@@ -163,13 +163,13 @@ func (a *agent) waitRestart(p *pod, then func()) {
 }
 
 // restarts records a drain that was opened for a pod which stays.
-func (c *coord) restarts(p *pod, s drain.Status) {
+func (c *coord) restarts(x *barred) {
+	p := x.p
 	place := drain.Judged
 	if d := c.room[p.uid]; d != nil {
 		place = d.place
 	}
-	targets, _, _ := c.services(p)
-	c.asking(p.uid, targets, place)
+	c.asking(p.uid, x.targets, place)
 	if _, ok := c.begun[p.uid]; !ok {
 		c.begins(p.uid)
 		c.restarted[p.uid] = true

@@ -56,6 +56,8 @@ type observation struct {
 	pod     drain.Pod
 	since   time.Time
 	targets []netip.AddrPort
+	// aside: every holder only looks ([drain.Watch.Observe]).
+	aside bool
 	// holders are the holders that want it, each with its deadline.
 	holders map[string]time.Time
 	watch   gateway.Watch
@@ -102,14 +104,13 @@ func (o *Pods) Watch(now time.Time, w drain.Watch, holder string) {
 				"observed", len(o.pods))
 			return
 		}
-		of = &observation{pod: w.Pod, since: w.Since, targets: slices.Clone(w.Targets), holders: map[string]time.Time{}}
-		of.watch = o.gateway.Watch(of.targets, o.changed)
+		of = &observation{pod: w.Pod, since: w.Since, holders: map[string]time.Time{}}
+		o.open(of, w.Targets, w.Observe)
 		of.look()
 		o.pods[w.Pod.UID] = of
-	} else if !slices.Equal(of.targets, w.Targets) && len(w.Targets) > 0 {
+	} else if len(w.Targets) > 0 && !slices.Equal(of.targets, w.Targets) || of.aside && !w.Observe {
 		of.watch.Close()
-		of.targets = slices.Clone(w.Targets)
-		of.watch = o.gateway.Watch(of.targets, o.changed)
+		o.open(of, w.Targets, of.aside && w.Observe)
 	}
 	if w.Since.Before(of.since) {
 		of.since = w.Since
@@ -120,6 +121,15 @@ func (o *Pods) Watch(now time.Time, w drain.Watch, holder string) {
 		deadline = had
 	}
 	of.holders[holder] = deadline
+}
+
+// open opens the watch of a pod.
+func (o *Pods) open(of *observation, targets []netip.AddrPort, aside bool) {
+	of.targets, of.aside = slices.Clone(targets), aside
+	of.watch = o.gateway.Watch(of.targets, o.changed)
+	if w, can := of.watch.(gateway.Aside); can && aside {
+		w.Aside()
+	}
 }
 
 // Unwatch implements client.Watches.

@@ -434,6 +434,7 @@ type Watch struct {
 	changed func()
 	closed  sync.Once
 
+	aside   bool    // o.mu
 	reading Reading // o.mu
 	// held are the open connections, as last counted.
 	held map[string]held // o.mu
@@ -500,6 +501,26 @@ func (o *Observer) Watch(targets []netip.AddrPort, changed func()) *Watch {
 	return w
 }
 
+// Aside implements [gateway.Aside].
+func (w *Watch) Aside() {
+	w.o.mu.Lock()
+	defer w.o.regroup.Raise()
+	defer w.o.mu.Unlock()
+	if !w.aside {
+		w.aside = true
+		w.leave()
+	}
+}
+
+// leave says that the targets are not going. The caller holds o.mu.
+func (w *Watch) leave() {
+	for _, t := range w.targets {
+		if w.o.going[t]--; w.o.going[t] == 0 {
+			delete(w.o.going, t)
+		}
+	}
+}
+
 // Reading returns what is known now.
 func (w *Watch) Reading() Reading {
 	w.o.mu.Lock()
@@ -514,10 +535,8 @@ func (w *Watch) Close() {
 		defer w.o.regroup.Raise()
 		defer w.o.mu.Unlock()
 		delete(w.o.watches, w)
-		for _, t := range w.targets {
-			if w.o.going[t]--; w.o.going[t] == 0 {
-				delete(w.o.going, t)
-			}
+		if !w.aside {
+			w.leave()
 		}
 	})
 }
@@ -578,7 +597,9 @@ func (o *Observer) state(targets []netip.AddrPort) State {
 		}
 		for id, s := range o.sources {
 			if id.family == family {
-				most = max(most, s.graph.sending(target, o.isGoing))
+				most = max(most, s.graph.sending(target, func(d netip.AddrPort) bool {
+					return d == target || netip.AddrPortFrom(d.Addr(), 0) == target || o.isGoing(d)
+				}))
 			}
 		}
 	}

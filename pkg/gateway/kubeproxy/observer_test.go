@@ -40,6 +40,12 @@ func TestEndpointLeaves(t *testing.T) {
 					wa.wait(Kept) // both are watched, and there is no other
 					wb.Close()
 					wa.wait(Routing)
+					aside := watch(t, o, b)
+					wa.wait(Kept)
+					aside.Aside()
+					wa.wait(Routing) // another pod may have the address of b
+					aside.wait(Kept)
+					aside.Close()
 					nft(t, s.sync([]string{b}, a)...)
 					if r := wa.wait(Removed); r.Since.IsZero() || r.Generation == "" {
 						t.Error(r)

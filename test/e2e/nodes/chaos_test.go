@@ -539,7 +539,7 @@ func (c *chaos) look(ctx context.Context) {
 					c.close(w, now.Add(margin))
 				}
 			} else if maintenance[uid] && harness.Ready(&p) {
-				// Somebody may ask for the deletion until its deadline.
+				// A client may ask for the deletion until its deadline.
 				times := drain.DefaultTimes()
 				c.bounded("time out of traffic of "+name, now.Sub(since(out, nowOut, uid)), now,
 					times.Deadline+times.Expiry)

@@ -43,8 +43,8 @@ type unchanged struct {
 
 // mayLose is how many of 10,000 requests may be lost, and at least one, because the agent closes a
 // pooled connection that the gateway has just chosen. HAProxy answers that by closing the client's
-// connection, the others by 502 or 503. Two cores lost up to 5 without other load, and up to 27 with
-// a load of 40 to 55.
+// connection, the others by 502 or 503. Two cores lost up to 5 without other load, up to 27 with a
+// load of 40 to 55.
 const mayLose = 20
 
 // eachTarget is in the place of the name of a file that there is for each target.

@@ -1,0 +1,53 @@
+package admission
+
+import (
+	"context"
+	"slices"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// Ahead is Slices in which a pod is not the last usable target of a Service while another pod is
+// ready that its EndpointSlices do not list yet. Controllers delete a pod as soon as its
+// replacement is ready, and may see that before this replica sees the slice. Without the other pod,
+// the deletion would not wait, although gateways still have to learn where to send instead.
+type Ahead struct {
+	Slices
+	// Reader is a cache of pods and Services.
+	Reader client.Reader
+	// Synced reports whether Services can be read.
+	Synced func() bool
+	// Ledger knows which pods are being drained. None of them is a replacement.
+	Ledger Standings
+}
+
+// Usable implements [Slices].
+func (a Ahead) Usable(service types.NamespacedName) []health.UID {
+	usable := a.Slices.Usable(service)
+	var of corev1.Service
+	if len(usable) != 1 || !a.Synced() || a.Reader.Get(context.Background(), service, &of) != nil ||
+		len(of.Spec.Selector) == 0 {
+		return usable
+	}
+	var pods corev1.PodList
+	if a.Reader.List(context.Background(), &pods, client.InNamespace(service.Namespace),
+		client.MatchingLabels(of.Spec.Selector)) != nil {
+		return usable
+	}
+	for _, p := range pods.Items {
+		ready := slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
+			return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
+		})
+		stands := a.Ledger.Pod(health.UID(p.UID))
+		if ready && p.DeletionTimestamp == nil && p.Status.Phase == corev1.PodRunning && !stands.Draining &&
+			!stands.Terminating && !slices.Contains(usable, health.UID(p.UID)) {
+			usable = append(usable, health.UID(p.UID))
+		}
+	}
+	slices.Sort(usable)
+	return usable
+}
