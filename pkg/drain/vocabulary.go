@@ -343,8 +343,8 @@ type Watch struct {
 	// Last: no ready endpoint is left, so that gateways may keep sending to the pod. For display:
 	// the coordinator judges.
 	Last bool `json:"last"`
-	// Observe: the pod is in mode observe, and nothing waits. It may be deleted while the agent still
-	// watches, and another pod have its address.
+	// Observe: the pod is in mode observe, and nothing waits. It may be deleted before the watch
+	// ends, and another pod have its address.
 	Observe bool `json:"observe,omitempty"`
 }
 
