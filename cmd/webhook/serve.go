@@ -147,7 +147,8 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		return err
 	}
 	log.Info("routes are read from", "kinds", kinds, "gateways", len(o.Gateways))
-	around.Index = admission.Ahead{Slices: index, Reader: known, Synced: services.HasSynced, Ledger: coord}
+	around.Index = admission.Ahead{Slices: index, Reader: known, Synced: services.HasSynced, Ledger: coord,
+		Now: time.Now}
 	around.Known, around.Synced, around.Coverage = watch.synced, services.HasSynced, covers
 	around.Going = func(uid drain.UID) bool { return coord.Pod(uid).Terminating }
 	events := newEvents(kube, o.replica, log)

@@ -112,6 +112,13 @@ type Dashboard struct {
 		api.View
 		next time.Time
 	}
+	// peers are the newest views of the other replicas, which are due again at next.
+	peers struct {
+		sync.Mutex
+		all    []api.View
+		silent []string
+		next   time.Time
+	}
 	// gaps is the last answer to CoveragePath.
 	gaps struct {
 		sync.Mutex
@@ -146,7 +153,7 @@ var routes = []route{
 	{api.ViewPath, readers, func(d *Dashboard, _ http.ResponseWriter, r *http.Request) (any, error) {
 		v := d.latest()
 		if ofAll(r) && d.Views != nil {
-			others, silent := d.Views(r.Context())
+			others, silent := d.others(r.Context())
 			v = v.Join(others...)
 			v.Silent, v.Outcomes = silent, v.Outcomes[:min(len(v.Outcomes), maxOutcomes)]
 			if len(silent) == 0 {

@@ -2,6 +2,7 @@ package dashboard
 
 import (
 	"cmp"
+	"context"
 	"net/http"
 	"slices"
 	"time"
@@ -23,6 +24,8 @@ const (
 	// restFactor times as long.
 	viewEvery  = 250 * time.Millisecond
 	restFactor = 20
+	// othersEvery is how often the other replicas are asked at most.
+	othersEvery = time.Second
 )
 
 // latest returns the newest view, and makes one if that is due.
@@ -43,6 +46,17 @@ func (d *Dashboard) Shown(report bool) any {
 		return d.report()
 	}
 	return d.latest()
+}
+
+// others returns the newest views of the other replicas, and asks for them if these are due.
+func (d *Dashboard) others(ctx context.Context) (all []api.View, silent []string) {
+	d.peers.Lock()
+	defer d.peers.Unlock()
+	if !time.Now().Before(d.peers.next) {
+		d.peers.all, d.peers.silent = d.Views(context.WithoutCancel(ctx))
+		d.peers.next = time.Now().Add(othersEvery)
+	}
+	return d.peers.all, d.peers.silent
 }
 
 // ofAll says that a request wants what all replicas say.

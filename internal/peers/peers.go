@@ -324,11 +324,13 @@ func (p *Peers) heard(ctx context.Context, of Peer, err error, state *wire.Repli
 // Ask asks all other replicas at once for what is at a path, and names those that have not answered
 // within [PollTime].
 func Ask[T any](ctx context.Context, p *Peers, path string) (all []T, silent []string) {
-	of := p.All()
+	of := p.list(func(*peer) bool { return true })
 	answers, failed := make([]T, len(of)), make([]bool, len(of))
 	var asking sync.WaitGroup
 	for i := range of {
-		asking.Go(func() { failed[i] = p.ask(ctx, of[i], http.MethodGet, path, nil, &answers[i], PollTime) != nil })
+		asking.Go(func() {
+			failed[i] = of[i].silent || p.ask(ctx, of[i].Peer, http.MethodGet, path, nil, &answers[i], PollTime) != nil
+		})
 	}
 	asking.Wait()
 	for i, answer := range answers {

@@ -3,18 +3,21 @@ package admission
 import (
 	"context"
 	"slices"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 // Ahead is Slices in which a pod is not the last usable target of a Service while another pod is
 // ready that its EndpointSlices do not list yet. Controllers delete a pod as soon as its
 // replacement is ready, and may see that before this replica sees the slice. Without the other pod,
-// the deletion would not wait, although gateways still have to learn where to send instead.
+// the deletion would not wait, although gateways still have to learn where to send instead. A pod
+// that has been ready for [endpoints.Linger] without being listed does not count.
 type Ahead struct {
 	Slices
 	// Reader is a cache of pods and Services.
@@ -23,6 +26,8 @@ type Ahead struct {
 	Synced func() bool
 	// Ledger knows which pods are being drained. None of them is a replacement.
 	Ledger Standings
+	// Now is the clock.
+	Now func() time.Time
 }
 
 // Usable implements [Slices].
@@ -39,12 +44,15 @@ func (a Ahead) Usable(service types.NamespacedName) []health.UID {
 		return usable
 	}
 	for _, p := range pods.Items {
-		ready := slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
-			return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
-		})
-		stands := a.Ledger.Pod(health.UID(p.UID))
-		if ready && p.DeletionTimestamp == nil && p.Status.Phase == corev1.PodRunning && !stands.Draining &&
-			!stands.Terminating && !slices.Contains(usable, health.UID(p.UID)) {
+		late := p.DeletionTimestamp == nil && p.Status.Phase == corev1.PodRunning &&
+			slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
+				return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue &&
+					a.Now().Sub(c.LastTransitionTime.Time) < endpoints.Linger
+			})
+		if !late || slices.Contains(usable, health.UID(p.UID)) {
+			continue
+		}
+		if stands := a.Ledger.Pod(health.UID(p.UID)); !stands.Draining && !stands.Terminating {
 			usable = append(usable, health.UID(p.UID))
 		}
 	}

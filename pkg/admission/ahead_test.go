@@ -24,6 +24,9 @@ func TestAReplacementThatNoSliceListsYet(t *testing.T) {
 			"LastTarget"},
 		"pods cannot be listed": {func(w *world, _ *corev1.Service, _ *bool) { w.reader.broken = "*v1.PodList" },
 			"LastTarget"},
+		"it was not listed for long": {func(w *world, _ *corev1.Service, _ *bool) {
+			w.b.Status.Conditions[0].LastTransitionTime = metav1.NewTime(time.Now().Add(-11 * time.Second))
+		}, "LastTarget"},
 		"it is drained": {func(w *world, _ *corev1.Service, _ *bool) {
 			w.ledger.draining["uid-b"] = time.Now()
 		}, "LastTarget"},
@@ -38,7 +41,8 @@ func TestAReplacementThatNoSliceListsYet(t *testing.T) {
 				Spec: corev1.ServiceSpec{Selector: map[string]string{"app": "web"}}}
 			w.reader.objects = append(w.reader.objects, of)
 			w.Handler.Cluster.Slices = Ahead{Slices: w.slices, Reader: w.reader, Synced: func() bool { return synced },
-				Ledger: w.ledger}
+				Ledger: w.ledger, Now: time.Now}
+			w.b.Status.Conditions[0].LastTransitionTime = metav1.Now()
 			c.set(w, of, &synced)
 			got := w.ask(deletion(w.a))
 			if !got.Allowed || (len(got.Warnings) > 0) != (c.want == "LastTarget") {

@@ -49,7 +49,7 @@ func (c *coord) newHandler() *admission.Handler {
 		Cluster: &admission.Cluster{
 			Reader: cache{c, false}, Live: cache{c, true}, Ledger: noted{c},
 			Slices: admission.Ahead{Slices: c.index, Reader: cache{c, false}, Synced: func() bool { return true },
-				Ledger: c},
+				Ledger: c, Now: func() time.Time { return c.w.now }},
 			Synced: func() bool { return c.synced }, Started: c.w.now,
 		},
 		Times: c.w.times, Log: c.w.logger(c.name), Others: asked{c.table},

@@ -11,7 +11,7 @@
   "app.kubernetes.io/managed-by" $top.Release.Service -}}
 {{- $more := dict -}}
 {{- if gt (len .) 2 }}{{ $more = index . 2 }}{{ end -}}
-{{- mergeOverwrite (deepCopy $top.Values.labels) (deepCopy $more) $labels | toYaml }}
+{{- mergeOverwrite (deepCopy $top.Values.labels) $labels (deepCopy $more) | toYaml }}
 {{- end }}
 
 {{/* lameduck.image is an image, in image.registry if there is one: that of the reference is left out then. */}}

@@ -110,6 +110,9 @@ func (o *Pods) Watch(now time.Time, w drain.Watch, holder string) {
 		o.pods[w.Pod.UID] = of
 	} else if len(w.Targets) > 0 && !slices.Equal(of.targets, w.Targets) || of.aside && !w.Observe {
 		of.watch.Close()
+		if len(w.Targets) == 0 {
+			w.Targets = of.targets
+		}
 		o.open(of, w.Targets, of.aside && w.Observe)
 	}
 	if w.Since.Before(of.since) {
@@ -127,7 +130,14 @@ func (o *Pods) Watch(now time.Time, w drain.Watch, holder string) {
 func (o *Pods) open(of *observation, targets []netip.AddrPort, aside bool) {
 	of.targets, of.aside = slices.Clone(targets), aside
 	of.watch = o.gateway.Watch(of.targets, o.changed)
-	if w, can := of.watch.(gateway.Aside); can && aside {
+	if aside {
+		lookOnly(of.watch)
+	}
+}
+
+// lookOnly has other watches not depend on w.
+func lookOnly(w gateway.Watch) {
+	if w, can := w.(gateway.Aside); can {
 		w.Aside()
 	}
 }
@@ -262,6 +272,7 @@ func (o *Pods) enqueue(c cleanable) {
 func (o *Pods) reused(targets []netip.AddrPort) bool {
 	w := o.gateway.Watch(targets, func() {})
 	defer w.Close()
+	lookOnly(w)
 	is := w.Reading().State
 	return is == health.Routing || is == health.Kept
 }

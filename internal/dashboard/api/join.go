@@ -104,6 +104,9 @@ func Joined[T interface{ Join(T) T }](key func(T) string, lists ...[]T) []T {
 // Join adds what the other replicas say of drains, barriers, agents and outcomes. What agents tell
 // each replica alike, such as the health of targets, stays that of v.
 func (v View) Join(others ...View) View {
+	if len(others) == 0 {
+		return v
+	}
 	for _, o := range others {
 		elsewhere := max(v.Barriers.Open-len(v.Barriers.Items), 0) + max(o.Barriers.Open-len(o.Barriers.Items), 0)
 		v.Drains.Items = Joined(func(d Drain) string { return d.UID }, v.Drains.Items, o.Drains.Items)

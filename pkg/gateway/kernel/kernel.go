@@ -509,16 +509,17 @@ func (g *Gateway) count() (map[netip.AddrPort]int, error) {
 		return nil, err
 	}
 	for _, s := range open {
+		to := redirected[s.Cookie()]
+		delete(redirected, s.Cookie())
 		if !g.cgroups[s.Cgroup] {
-			continue // of the node, if the pod has its network
+			continue // of the node, if the pod has its network, or of a container that has just begun
 		}
 		count[s.Remote]++ // for this time also one that is closed: the gateway may have just chosen it
-		if quiet := g.mayClose(s.Remote, redirected[s.Cookie()]); quiet > 0 && s.Quiet(quiet) {
+		if quiet := g.mayClose(s.Remote, to); quiet > 0 && s.Quiet(quiet) {
 			if _, err := s.Close(quiet); err != nil {
 				return nil, err
 			}
 		}
-		delete(redirected, s.Cookie())
 	}
 	for cookie := range redirected {
 		if _, is := dialing[cookie]; !is { // it is closed, and a program was detached
