@@ -325,6 +325,7 @@ func (l *lab) testHostNetwork(t *testing.T) {
 		pod := o["spec"].(object)["template"].(object)["spec"].(object)
 		delete(pod, "nodeSelector")
 		pod["affinity"], pod["hostNetwork"] = notOn("node-1"), true
+		delete(pod["containers"].([]any)[0].(object), "resources") // other tests' pods leave little on a node
 		// The node's agent has the other port. No node has room for this one twice.
 		agent := pod["initContainers"].([]any)[0].(object)
 		agent["args"] = append(agent["args"].([]any), "--metrics-address="+hostNetworkPort)
