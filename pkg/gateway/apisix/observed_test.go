@@ -90,12 +90,16 @@ func newStand(t *testing.T, config string) *stand {
 // claim is as that of a lab.
 func (s *stand) claim() string {
 	hosts, err := s.r.read(s.get)
+	return claimOf(netip.MustParseAddrPort(watched), hosts, err)
+}
+
+func claimOf(target netip.AddrPort, hosts []poll.Host, err error) string {
 	if err != nil {
 		return "unread"
 	}
 	is, active := health.Removed, 0
 	for _, h := range hosts {
-		if h.Target.String() == watched {
+		if h.Target == target {
 			is, active = min(is, h.State), active+h.Active
 		}
 	}

@@ -92,13 +92,21 @@ func (d *data) put(t testing.TB, path, text string) {
 type real struct {
 	*lab
 	d *data
+	// claim is the lab's, or that of an observed APISIX. put routes to the target or removes it.
+	// proved: it waits until that is read.
+	claim func(health.Key) string
+	put   func(want health.Want, proved bool)
+	// Of an observed one: what reads it, and what makes it change once more if it is late.
+	reader *reader
+	again  func()
 	// got counts the requests that a target has got. fail makes the left one fail.
 	got  map[health.Key]*atomic.Int64
 	fail atomic.Bool
 	stop chan struct{} // ends what a target delays
 }
 
-func newReal(t *testing.T, d *data) *real {
+// listen begins a case with two targets that nothing routes to yet.
+func listen(t *testing.T, d *data) *real {
 	pool := health.Pool("lameduck-" + strings.ToLower(t.Name()[strings.LastIndexByte(t.Name(), '/')+1:][:2]))
 	c := &real{d: d, got: map[health.Key]*atomic.Int64{}, stop: make(chan struct{})}
 	var keys []health.Key
@@ -122,16 +130,28 @@ func newReal(t *testing.T, d *data) *real {
 		go func() { _ = s.Serve(l) }()
 		t.Cleanup(func() { _ = s.Close() })
 	}
-	d.put(t, "upstreams/"+string(pool), fmt.Sprintf(`{"type": "roundrobin", "nodes": {%q: 1}, "retries": 2,
-		"labels": {"lameduck": "agent"}}`, nowhere))
-	d.put(t, "routes/"+string(pool), fmt.Sprintf(`{"uri": "/%s", "upstream_id": %[1]q}`, pool))
 	g := open(Config{Admin: d.admin, Control: d.control,
 		Upstreams: []Upstream{{Upstream: string(pool), Service: "shop/web"}}}, "a")
 	c.lab = &lab{T: t, g: g, gone: keys[0], left: keys[1]}
+	return c
+}
+
+func newReal(t *testing.T, d *data) *real {
+	c := listen(t, d)
+	pool := string(c.gone.Pool)
+	d.put(t, "upstreams/"+pool, fmt.Sprintf(`{"type": "roundrobin", "nodes": {%q: 1}, "retries": 2,
+		"labels": {"lameduck": "agent"}}`, nowhere))
+	d.put(t, "routes/"+pool, fmt.Sprintf(`{"uri": "/%s", "upstream_id": %[1]q}`, pool))
+	c.claim = c.lab.claim
+	c.put = func(want health.Want, proved bool) {
+		if err := c.g.Apply(c.Context(), ops(want, c.gone)); proved && err != nil {
+			c.Fatal(err)
+		}
+	}
 	c.apply(health.WantRouted, c.gone, c.left)
 	t.Cleanup(func() {
-		d.put(t, "routes/"+string(pool), "")
-		d.put(t, "upstreams/"+string(pool)+"?force=true", "")
+		d.put(t, "routes/"+pool, "")
+		d.put(t, "upstreams/"+pool+"?force=true", "")
 	})
 	return c
 }
@@ -167,9 +187,7 @@ func (c *real) head() string {
 // remove removes the target, and says so only if that has to be proved at once.
 func (c *real) remove(proved bool) {
 	c.Helper()
-	if err := c.g.Apply(c.Context(), ops(health.WantRemoved, c.gone)); proved && err != nil {
-		c.Fatal(err)
-	}
+	c.put(health.WantRemoved, proved)
 }
 
 func (c *real) want(claims ...string) {
@@ -224,6 +242,8 @@ func realLoad(c *real) {
 	ctx, cancel := context.WithCancel(c.Context())
 	var clients sync.WaitGroup
 	var served atomic.Int64
+	defer clients.Wait()
+	defer cancel()
 	for range 6 {
 		client := http.Client{Transport: &http.Transport{}}
 		c.Cleanup(client.CloseIdleConnections)
@@ -251,10 +271,8 @@ func realLoad(c *real) {
 		if late := c.got[c.gone].Load() - was; late > 0 {
 			c.Errorf("%d requests went to it after it was idle", late)
 		}
-		c.apply(health.WantRouted, c.gone)
+		c.put(health.WantRouted, true)
 	}
-	cancel()
-	clients.Wait()
 }
 
 func realStopped(c *real) {
@@ -314,7 +332,7 @@ func realCut(c *real) {
 	mine := *c.g
 	mine.cfg.Control, mine.out = second.control, map[health.Key]out{}
 	mine.read = mine.control
-	c.g, c.d = &mine, second
+	c.g, c.d, c.claim = &mine, second, (&lab{T: c.T, g: &mine}).claim
 	c.until("routed")
 	open.Lock()
 	c.remove(false)
@@ -349,6 +367,18 @@ func realRetry(c *real) {
 	c.quiet()
 }
 
+// requests counts those that run in every process.
+func (c *real) requests() (n int) {
+	r, err := c.g.report(c.Context())
+	if err != nil {
+		return 0
+	}
+	for _, count := range r.Picks {
+		n += count
+	}
+	return n
+}
+
 func realUpload(c *real) {
 	var conns []net.Conn
 	for range 8 {
@@ -356,10 +386,7 @@ func realUpload(c *real) {
 		_ = c.send(conn, nil, strings.Replace(c.head(), "GET", "POST", 1)+"Content-Length: 2\r\n\r\n1")
 		conns = append(conns, conn)
 	}
-	gatewaytest.Until(c, "uploads wait", func() bool {
-		r, err := c.g.report(c.Context())
-		return err == nil && r.active(c.gone.Pool, 1<<62) == 8
-	})
+	gatewaytest.Until(c, "uploads wait", func() bool { return c.requests() == 8 })
 	before := c.got[c.gone].Load()
 	c.remove(true)
 	c.want("removed")
