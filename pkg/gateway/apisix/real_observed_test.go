@@ -46,20 +46,39 @@ var places = map[string]func(uri string, upstream conf) conf{
 var slow = conf{"serverless-pre-function": conf{"phase": "rewrite",
 	"functions": []string{"return function() if ngx.var.arg_slow then ngx.sleep(3) end end"}}}
 
-// standAlone is an APISIX without etcd. Its configuration is a file, or is put by its API.
-type standAlone struct {
+// other is an APISIX that the agent does not direct. Its configuration is a file, in etcd, or put
+// by the API of the stand-alone mode.
+type other struct {
 	*data
+	mode    string
 	file    string
 	changed int64 // when the file was changed last in seconds, or the version of the configuration
 }
 
+func objects(config conf, kind string) []conf {
+	all, _ := config[kind].([]conf)
+	return all
+}
+
 // configure gives APISIX a configuration.
-func (s *standAlone) configure(t testing.TB, config conf) {
+func (s *other) configure(t testing.TB, config conf) {
 	t.Helper()
 	config["global_rules"] = []conf{{"id": "first", "plugins": slow},
 		{"id": "lameduck", "plugins": conf{"lameduck": conf{"observed": true}}}}
+	if s.mode == "etcd" {
+		for _, kind := range []string{"global_rules", "upstreams", "services", "routes"} {
+			for _, object := range objects(config, kind) {
+				text, err := json.Marshal(object)
+				if err != nil {
+					t.Fatal(err)
+				}
+				s.put(t, fmt.Sprintf("%s/%s", kind, object["id"]), string(text))
+			}
+		}
+		return
+	}
 	s.changed = max(s.changed+1, time.Now().Unix())
-	if s.file == "" {
+	if s.mode == "api" {
 		for _, kind := range slices.Collect(maps.Keys(config)) {
 			config[kind+"_conf_version"] = s.changed
 		}
@@ -68,7 +87,7 @@ func (s *standAlone) configure(t testing.TB, config conf) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if s.file != "" { // JSON is YAML. APISIX compares the time in seconds
+	if s.mode == "file" { // JSON is YAML. APISIX compares the time in seconds
 		next := s.file + ".next"
 		at := time.Unix(s.changed, 0)
 		if err := os.WriteFile(next, append(text, "\n#END\n"...), 0o600); err != nil {
@@ -99,7 +118,7 @@ func (s *standAlone) configure(t testing.TB, config conf) {
 }
 
 // newObserved begins a case. change makes APISIX route to the first target, or not.
-func newObserved(t *testing.T, s *standAlone, change func(c *real, routed bool)) *real {
+func newObserved(t *testing.T, s *other, change func(c *real, routed bool)) *real {
 	c := listen(t, s.data)
 	c.reader = &reader{}
 	c.claim = func(k health.Key) string {
@@ -151,7 +170,7 @@ func (c *real) loaded(routed bool) bool {
 }
 
 // in changes the nodes in a place of the configuration.
-func (s *standAlone) in(place string) func(c *real, routed bool) {
+func (s *other) in(place string) func(c *real, routed bool) {
 	return func(c *real, routed bool) {
 		nodes := conf{c.left.Target.Addr.String(): 1}
 		if routed {
@@ -162,15 +181,14 @@ func (s *standAlone) in(place string) func(c *real, routed bool) {
 	}
 }
 
-// Ways in which a real APISIX is late whose configuration is not the agent's, in both stand-alone
-// modes.
+// Ways in which a real APISIX is late whose configuration is not the agent's.
 func TestRealObserved(t *testing.T) {
 	if os.Getenv("LAMEDUCK_APISIX") == "" {
 		t.Skip("LAMEDUCK_APISIX is not set: no real APISIX is tested (README.md)")
 	}
-	for mode, number := range map[string]string{"file": "3", "api": "4"} {
+	for mode, number := range map[string]string{"etcd": "1", "file": "3", "api": "4"} {
 		t.Run(mode, func(t *testing.T) {
-			s := startStandAlone(t, number)
+			s := startOther(t, mode, number)
 			for name, c := range map[string]struct {
 				place string
 				run   func(c *real)
@@ -191,7 +209,7 @@ func TestRealObserved(t *testing.T) {
 	}
 }
 
-func startStandAlone(t *testing.T, number string, more ...string) *standAlone {
+func startOther(t *testing.T, mode, number string, more ...string) *other {
 	t.Helper()
 	d := &data{dir: os.Getenv("LAMEDUCK_APISIX"), number: number}
 	words := d.run(t, "start", more...)
@@ -200,11 +218,16 @@ func startStandAlone(t *testing.T, number string, more ...string) *standAlone {
 	}
 	t.Cleanup(func() { d.run(t, "stop") })
 	d.admin, d.control, d.port = words[0], words[1], words[2]
-	s := &standAlone{data: d}
-	if words[3] != "-" {
-		s.file = words[3]
+	if mode == "etcd" {
+		// Its Admin API answers while a worker of the first one is stopped.
+		d.admin = startReal(t, "2").admin
+		t.Cleanup(func() {
+			for _, path := range []string{"routes/web", "services/web", "upstreams/web", "global_rules/first"} {
+				d.put(t, path, "")
+			}
+		})
 	}
-	return s
+	return &other{data: d, mode: mode, file: words[3]}
 }
 
 // realWait has requests in a plug-in that waits before the upstream is chosen.
@@ -322,7 +345,7 @@ func TestRealDiscovery(t *testing.T) {
 		t.Skip("LAMEDUCK_APISIX is not set: no real APISIX is tested (README.md)")
 	}
 	e := startEndpoints(t)
-	s := startStandAlone(t, "5", e.Listener.Addr().String())
+	s := startOther(t, "file", "5", e.Listener.Addr().String())
 	s.configure(t, conf{"routes": []conf{{"id": "web", "uri": "/lameduck-*", "upstream": conf{"type": "roundrobin",
 		"discovery_type": "kubernetes", "service_name": "shop/web:http", "retries": 2}}}})
 	for _, c := range []struct {
