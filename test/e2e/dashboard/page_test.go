@@ -298,7 +298,7 @@ func TestThePageShowsEverything(t *testing.T) {
 			"removed, requests still run", "1 of 3 have acknowledged", "Quiescing", "Queued", "waits for capacity",
 			"s goes on in any case in "},
 		"#rollouts-table": {"shop/web 12 of 14 3 30.0 s 5b8d6c7f9-zz2xd, at the hold"},
-		"#drains-note":    {"2 pods are drained through other replicas"},
+		"#drains-note":    {"2 pods are drained through replicas that have not answered"},
 		"#verdict": {"shop/checkout-6f7f9c5d8b-l4kzt has waited ",
 			"s for edge/haproxy-eu-west-2, which is not connected", "kubectl -n edge describe pod haproxy-eu-west-2",
 			"LameduckAgentMissing", "It goes on without that in "},
