@@ -705,10 +705,10 @@ func (c *coord) toldAtBarrier(p *pod, by, a *agent) (why string) {
 	if _, told := c.watched[a.id][p.uid]; told || a == by || a.population != drain.Nodes {
 		return ""
 	}
-	switch c.w.scope {
-	case drain.ScopeLocal:
+	switch {
+	case c.w.scope == drain.ScopeLocal && by != nil:
 		return "not asked: the scope is local"
-	case drain.ScopeAll:
+	case c.w.scope == drain.ScopeAll:
 		return ""
 	}
 	told, nodes := 0, 0
