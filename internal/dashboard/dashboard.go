@@ -18,7 +18,8 @@
 // # What it costs
 //
 // A view is made under the coordinator's lock. All readers share one, which is made at most four
-// times a second and for at most a twentieth of the time. Without readers none is made.
+// times a second and for at most a twentieth of the time. Without readers none is made. The other
+// replicas are asked for theirs once a second at most, while a reader wants all.
 package dashboard
 
 import (

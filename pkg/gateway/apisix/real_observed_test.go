@@ -187,9 +187,7 @@ func (s *other) in(place string) func(c *real, routed bool) {
 
 // Ways in which a real APISIX is late whose configuration is not the agent's.
 func TestRealObserved(t *testing.T) {
-	if os.Getenv("LAMEDUCK_APISIX") == "" {
-		t.Skip("LAMEDUCK_APISIX is not set: no real APISIX is tested (README.md)")
-	}
+	needReal(t)
 	for mode, number := range map[string]string{"etcd": "1", "file": "3", "api": "4"} {
 		t.Run(mode, func(t *testing.T) {
 			s := startOther(t, mode, number)
@@ -311,14 +309,7 @@ func (e *endpoints) hold(c *real, routed bool) {
 		if !routed {
 			c.want("routed")
 			c.Log("a worker keeps what discovery has dropped")
-			before := c.got[c.gone].Load()
-			for range 40 {
-				conn, r := c.dial()
-				_ = c.send(conn, r, c.head()+"Connection: close\r\n\r\n")
-			}
-			if c.got[c.gone].Load() == before {
-				c.Error("no process sends to it, and it is routed")
-			}
+			c.stillSent("no process sends to it, and it is routed")
 		}
 		e.n++ // a port that nothing refers to changes
 		e.hold(c, routed)
@@ -345,9 +336,7 @@ func (e *endpoints) hold(c *real, routed bool) {
 
 // discovery.kubernetes of a real APISIX, with an API server that only has EndpointSlices.
 func TestRealDiscovery(t *testing.T) {
-	if os.Getenv("LAMEDUCK_APISIX") == "" {
-		t.Skip("LAMEDUCK_APISIX is not set: no real APISIX is tested (README.md)")
-	}
+	needReal(t)
 	e := startEndpoints(t)
 	s := startOther(t, "file", "5", e.Listener.Addr().String())
 	s.configure(t, conf{"routes": []conf{{"id": "web", "uri": "/lameduck-*", "upstream": conf{"type": "roundrobin",

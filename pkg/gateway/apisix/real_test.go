@@ -181,6 +181,19 @@ func (c *real) send(conn net.Conn, r *bufio.Reader, text string) string {
 	return string(body)
 }
 
+// stillSent fails with words if none of forty connections reaches the target that is gone.
+func (c *real) stillSent(words string) {
+	c.Helper()
+	before := c.got[c.gone].Load()
+	for range 40 {
+		conn, r := c.dial()
+		_ = c.send(conn, r, c.head()+"Connection: close\r\n\r\n")
+	}
+	if c.got[c.gone].Load() == before {
+		c.Error(words)
+	}
+}
+
 func (c *real) head() string {
 	return fmt.Sprintf("GET /%s HTTP/1.1\r\nHost: shop\r\n", c.gone.Pool)
 }
@@ -216,12 +229,18 @@ func (c *real) quiet() {
 	}
 }
 
-// Ten ways in which a real APISIX says that a target is out, or is late. README.md says what the
-// path has to offer.
-func TestReal(t *testing.T) {
+// needReal skips a test without the path of a real APISIX. CI has none: it cannot be built there.
+func needReal(t *testing.T) {
+	t.Helper()
 	if os.Getenv("LAMEDUCK_APISIX") == "" {
 		t.Skip("LAMEDUCK_APISIX is not set: no real APISIX is tested (README.md)")
 	}
+}
+
+// Ten ways in which a real APISIX says that a target is out, or is late. README.md says what the
+// path has to offer.
+func TestReal(t *testing.T) {
+	needReal(t)
 	d := startReal(t, "1")
 	for name, run := range map[string]func(c *real){
 		"01 a removal under load":                 realLoad,
@@ -338,14 +357,7 @@ func realCut(c *real) {
 	open.Lock()
 	c.remove(false)
 	c.want("routed", "unread")
-	before := c.got[c.gone].Load()
-	for range 40 {
-		conn, r := c.dial()
-		_ = c.send(conn, r, c.head()+"Connection: close\r\n\r\n")
-	}
-	if c.got[c.gone].Load() == before {
-		c.Error("it is out although the data plane was cut off: the case shows nothing")
-	}
+	c.stillSent("it is out although the data plane was cut off: the case shows nothing")
 	open.Unlock()
 	c.until("idle")
 	c.quiet()
