@@ -72,11 +72,11 @@ type Reading struct {
 	Since time.Time
 }
 
-// Aside is a [Watch] of a gateway whose [health.Kept] depends on which other targets are watched.
-type Aside interface {
-	// Aside says that the targets are only looked at: other pods may have their addresses, so that
-	// for other watches they are endpoints to which the gateway can send.
-	Aside()
+// Looker is an [Observed] whose [health.Kept] depends on which other targets are watched.
+type Looker interface {
+	// Look is Watch for targets that may be other pods' by now: for the other watches they remain
+	// endpoints to which the gateway can send.
+	Look(targets []netip.AddrPort, changed func()) Watch
 }
 
 // Discoverer is an [Observed] that watches EndpointSlices itself, and may stop without a sign.

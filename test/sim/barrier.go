@@ -194,8 +194,8 @@ type view struct {
 	k    *kernel
 	addr netip.Addr
 	was  gateway.Reading
-	// aside: it does not count among those that are watched.
-	aside bool
+	// looks: it does not count among those that are watched.
+	looks bool
 }
 
 // Watch implements gateway.Observed for a pod, which has one address.
@@ -203,6 +203,11 @@ func (k *kernel) Watch(targets []netip.AddrPort, _ func()) gateway.Watch {
 	v := &view{k: k, addr: targets[0].Addr()}
 	k.watched[v.addr]++
 	return v
+}
+
+// Look implements gateway.Looker.
+func (k *kernel) Look(targets []netip.AddrPort, _ func()) gateway.Watch {
+	return &view{k: k, addr: targets[0].Addr(), looks: true}
 }
 
 // Reading implements gateway.Watch.
@@ -226,15 +231,9 @@ func (v *view) Reading() gateway.Reading {
 // Count implements gateway.Watch: connections are always counted.
 func (v *view) Count() {}
 
-// Aside implements gateway.Aside.
-func (v *view) Aside() {
-	v.aside = true
-	v.k.watched[v.addr]--
-}
-
 // Close implements gateway.Watch.
 func (v *view) Close() {
-	if !v.aside {
+	if !v.looks {
 		v.k.watched[v.addr]--
 	}
 }

@@ -56,8 +56,8 @@ type observation struct {
 	pod     drain.Pod
 	since   time.Time
 	targets []netip.AddrPort
-	// aside: every holder only looks ([drain.Watch.Observe]).
-	aside bool
+	// looks: no holder has wanted more than a look ([drain.Watch.Observe]).
+	looks bool
 	// holders are the holders that want it, each with its deadline.
 	holders map[string]time.Time
 	watch   gateway.Watch
@@ -108,12 +108,12 @@ func (o *Pods) Watch(now time.Time, w drain.Watch, holder string) {
 		o.open(of, w.Targets, w.Observe)
 		of.look()
 		o.pods[w.Pod.UID] = of
-	} else if len(w.Targets) > 0 && !slices.Equal(of.targets, w.Targets) || of.aside && !w.Observe {
+	} else if len(w.Targets) > 0 && !slices.Equal(of.targets, w.Targets) || of.looks && !w.Observe {
 		of.watch.Close()
 		if len(w.Targets) == 0 {
 			w.Targets = of.targets
 		}
-		o.open(of, w.Targets, of.aside && w.Observe)
+		o.open(of, w.Targets, of.looks && w.Observe)
 	}
 	if w.Since.Before(of.since) {
 		of.since = w.Since
@@ -127,19 +127,21 @@ func (o *Pods) Watch(now time.Time, w drain.Watch, holder string) {
 }
 
 // open opens the watch of a pod.
-func (o *Pods) open(of *observation, targets []netip.AddrPort, aside bool) {
-	of.targets, of.aside = slices.Clone(targets), aside
-	of.watch = o.gateway.Watch(of.targets, o.changed)
-	if aside {
-		lookOnly(of.watch)
+func (o *Pods) open(of *observation, targets []netip.AddrPort, looks bool) {
+	of.targets, of.looks = slices.Clone(targets), looks
+	if looks {
+		of.watch = o.look(of.targets, o.changed)
+	} else {
+		of.watch = o.gateway.Watch(of.targets, o.changed)
 	}
 }
 
-// lookOnly has other watches not depend on w.
-func lookOnly(w gateway.Watch) {
-	if w, can := w.(gateway.Aside); can {
-		w.Aside()
+// look watches targets that may be other pods' by now.
+func (o *Pods) look(targets []netip.AddrPort, changed func()) gateway.Watch {
+	if g, can := o.gateway.(gateway.Looker); can {
+		return g.Look(targets, changed)
 	}
+	return o.gateway.Watch(targets, changed)
 }
 
 // Unwatch implements client.Watches.
@@ -270,9 +272,8 @@ func (o *Pods) enqueue(c cleanable) {
 // another node has the address, or the kernel still routes to the deleted pod, for example as the
 // last of a Service.
 func (o *Pods) reused(targets []netip.AddrPort) bool {
-	w := o.gateway.Watch(targets, func() {})
+	w := o.look(targets, func() {})
 	defer w.Close()
-	lookOnly(w)
 	is := w.Reading().State
 	return is == health.Routing || is == health.Kept
 }

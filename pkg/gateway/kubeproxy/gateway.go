@@ -37,3 +37,8 @@ func (o observed) Population() string { return gateway.Nodes }
 func (o observed) Watch(targets []netip.AddrPort, changed func()) gateway.Watch {
 	return o.Observer.Watch(targets, changed)
 }
+
+// Look implements gateway.Looker.
+func (o observed) Look(targets []netip.AddrPort, changed func()) gateway.Watch {
+	return o.Observer.Look(targets, changed)
+}

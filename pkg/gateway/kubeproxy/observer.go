@@ -432,9 +432,9 @@ type Watch struct {
 	o       *Observer
 	targets []netip.AddrPort
 	changed func()
+	looks   bool
 	closed  sync.Once
 
-	aside   bool    // o.mu
 	reading Reading // o.mu
 	// held are the open connections, as last counted.
 	held map[string]held // o.mu
@@ -483,13 +483,25 @@ func (o *Observer) group(ctx context.Context) {
 // goroutines at once and once more during Close; it must not block. The first reading is there at
 // once. Targets without a valid address are Unknown.
 func (o *Observer) Watch(targets []netip.AddrPort, changed func()) *Watch {
-	w := &Watch{o: o, changed: changed}
+	return o.watch(targets, changed, false)
+}
+
+// Look is Watch for targets that may be other pods' by now: for the other watches they remain
+// endpoints to which kube-proxy can send.
+func (o *Observer) Look(targets []netip.AddrPort, changed func()) *Watch {
+	return o.watch(targets, changed, true)
+}
+
+func (o *Observer) watch(targets []netip.AddrPort, changed func(), looks bool) *Watch {
+	w := &Watch{o: o, changed: changed, looks: looks}
 	for _, t := range targets {
 		w.targets = append(w.targets, netip.AddrPortFrom(t.Addr().Unmap().WithZone(""), t.Port()))
 	}
 	o.mu.Lock()
-	for _, t := range w.targets {
-		o.going[t]++
+	if !looks {
+		for _, t := range w.targets {
+			o.going[t]++
+		}
 	}
 	o.watches[w] = struct{}{}
 	if len(o.watches) == 1 {
@@ -499,26 +511,6 @@ func (o *Observer) Watch(targets []netip.AddrPort, changed func()) *Watch {
 	o.mu.Unlock()
 	o.regroup.Raise()
 	return w
-}
-
-// Aside implements [gateway.Aside].
-func (w *Watch) Aside() {
-	w.o.mu.Lock()
-	defer w.o.regroup.Raise()
-	defer w.o.mu.Unlock()
-	if !w.aside {
-		w.aside = true
-		w.leave()
-	}
-}
-
-// leave says that the targets are not going. The caller holds o.mu.
-func (w *Watch) leave() {
-	for _, t := range w.targets {
-		if w.o.going[t]--; w.o.going[t] == 0 {
-			delete(w.o.going, t)
-		}
-	}
 }
 
 // Reading returns what is known now.
@@ -535,8 +527,13 @@ func (w *Watch) Close() {
 		defer w.o.regroup.Raise()
 		defer w.o.mu.Unlock()
 		delete(w.o.watches, w)
-		if !w.aside {
-			w.leave()
+		if w.looks {
+			return
+		}
+		for _, t := range w.targets {
+			if w.o.going[t]--; w.o.going[t] == 0 {
+				delete(w.o.going, t)
+			}
 		}
 	})
 }

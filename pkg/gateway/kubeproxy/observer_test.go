@@ -4,6 +4,7 @@ package kubeproxy
 
 import (
 	"fmt"
+	"net/netip"
 	"slices"
 	"strings"
 	"testing"
@@ -40,12 +41,12 @@ func TestEndpointLeaves(t *testing.T) {
 					wa.wait(Kept) // both are watched, and there is no other
 					wb.Close()
 					wa.wait(Routing)
-					aside := watch(t, o, b)
-					wa.wait(Kept)
-					aside.Aside()
-					wa.wait(Routing) // another pod may have the address of b
-					aside.wait(Kept)
-					aside.Close()
+					look := o.Look([]netip.AddrPort{netip.MustParseAddrPort(b)}, func() {})
+					wa.stays(Routing) // another pod may have the address of b
+					if is := look.Reading().State; is != Kept {
+						t.Errorf("%s itself is %s, want Kept: %s is going", b, is, a)
+					}
+					look.Close()
 					nft(t, s.sync([]string{b}, a)...)
 					if r := wa.wait(Removed); r.Since.IsZero() || r.Generation == "" {
 						t.Error(r)

@@ -31,6 +31,9 @@ func (o *Observer) Absent() bool { return true }
 // Watch returns a Watch that stays Unknown.
 func (o *Observer) Watch([]netip.AddrPort, func()) *Watch { return &Watch{} }
 
+// Look is Watch.
+func (o *Observer) Look([]netip.AddrPort, func()) *Watch { return &Watch{} }
+
 // Clean fails.
 func (o *Observer) Clean([]netip.AddrPort) error { return errLinux }
 
