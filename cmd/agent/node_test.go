@@ -107,7 +107,7 @@ func (replica) Population() string { return "shop/envoy" }
 // An agent beside a replica watches no node and no pods, and needs no right to: only coordinators
 // are asked by it.
 func TestAReplicasAgent(t *testing.T) {
-	var said safeBuffer
+	var said agenttest.Log
 	o, roots := observed(t, "{envoy: {population: shop/envoy, admin: 'unix:///a'}}",
 		slog.New(slog.NewTextHandler(&said, nil)))
 	k := gatewaytest.NewFakeObserved()

@@ -2,7 +2,6 @@ package main
 
 import (
 	"bufio"
-	"bytes"
 	"context"
 	"encoding/json"
 	"encoding/pem"
@@ -421,30 +420,13 @@ type world struct {
 
 	haproxy *exec.Cmd
 	agent   *exec.Cmd
-	log     *safeBuffer
+	log     *agenttest.Log
 	metrics string
 
 	mu      sync.Mutex
 	answers map[string][]time.Time // when requests began that a pod has answered
 	failed  []string
 	sick    map[string]bool // pods that answer checks with 503
-}
-
-type safeBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (s *safeBuffer) Write(p []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.Write(p)
-}
-
-func (s *safeBuffer) String() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.String()
 }
 
 // nextHost numbers the loopback addresses of all worlds' pods. They share one port, as the pods of
@@ -461,7 +443,7 @@ func newPods(t *testing.T, n int) *world {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := &world{T: t, dir: dir, answers: map[string][]time.Time{}, sick: map[string]bool{}, log: &safeBuffer{}}
+	w := &world{T: t, dir: dir, answers: map[string][]time.Time{}, sick: map[string]bool{}, log: &agenttest.Log{}}
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	for len(w.pods) < n {
 		nextHost.Lock()

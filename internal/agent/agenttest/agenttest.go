@@ -3,7 +3,9 @@
 package agenttest
 
 import (
+	"bytes"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -63,4 +65,24 @@ func Until(t *testing.T, what string, is func() bool) {
 			t.Fatalf("not so after 10 s: %s", what)
 		}
 	}
+}
+
+// Log collects what is written to it, and may be read meanwhile.
+type Log struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+// Write implements io.Writer.
+func (l *Log) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+// String returns all that was written.
+func (l *Log) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
 }

@@ -1,7 +1,6 @@
 package source
 
 import (
-	"bytes"
 	"context"
 	"log/slog"
 	"net/netip"
@@ -17,6 +16,7 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 	"k8s.io/utils/ptr"
 
+	"github.com/lameduck-io/lameduck/internal/agent/agenttest"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
@@ -65,7 +65,7 @@ func TestAGatewayWhoseWatchHasEndedIsBehind(t *testing.T) {
 				ctx, cancel := context.WithCancel(t.Context())
 				kube := fake.NewClientset(slice("10.0.0.2", "10.0.0.1"))
 				g := &finder{has: "10.0.0.1 10.0.0.2"}
-				var log bytes.Buffer
+				var log agenttest.Log
 				r := prometheus.NewRegistry()
 				b := NewBehind(kube, []gateway.Route{{Service: "shop/web"}, {Service: "shop/other"}}, g, r,
 					slog.New(slog.NewTextHandler(&log, nil)))
