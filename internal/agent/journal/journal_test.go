@@ -746,8 +746,11 @@ func TestAnExclusionDuringAWriteIsNotSettled(t *testing.T) {
 func TestTheLockOutlivesAStuckWrite(t *testing.T) {
 	dir := t.TempDir()
 	release, entered := make(chan struct{}), make(chan struct{}, 9)
-	defer close(release)
 	j, stop := open(t, dir, with(dir, func() error { entered <- struct{}{}; <-release; return nil }))
+	defer func() {
+		close(release)
+		j.writing.Lock() // the write ends before its directory is removed
+	}()
 	j.Exclude(pod(1), "a/1", time.Now(), time.Now().Add(time.Minute))
 	<-entered
 	stop()
