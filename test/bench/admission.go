@@ -42,8 +42,8 @@ const (
 	benchReviews = 1000
 )
 
-// runAdmission measures what the webhook adds to the deletion of a pod that nobody routes to: most
-// of a cluster's.
+// runAdmission measures what the webhook adds to the deletion of a pod that no gateway routes to:
+// most pods of a cluster.
 func runAdmission() ([]Result, error) {
 	free, err := newBenchWebhook(false)
 	if err != nil {
@@ -78,7 +78,7 @@ func runAdmission() ([]Result, error) {
 	}
 	results := []Result{
 		{Name: "admission/fast-path", Ratio: ratio(p99(free.benchServer), p99(floor)), Goal: 2.5,
-			Note: "p99 of a review of a pod nobody routes to, over a handler that discards it, TLS"},
+			Note: "p99 of a review of a pod that no gateway routes to, over a handler that discards it, TLS"},
 		{Name: "admission/fast-path-busy", Ratio: ratio(p99(busy.benchServer), p99(free.benchServer)), Goal: 2,
 			Note: fmt.Sprintf("the same with %d drains open and %d calls held, over none", benchDrains, benchHolds)},
 	}

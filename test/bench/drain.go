@@ -152,7 +152,7 @@ func newFleet(c crowd) (*fleet, error) {
 	registry := prometheus.NewRegistry()
 	f := &fleet{Coordinator: coordinator.New(drain.Holder{Replica: "bench", Epoch: "1"}, drain.DefaultTimes(),
 		coordinator.Options{
-			MaxHolds: 1000, Pods: nobody{}, Authenticate: anybody{}, Log: slog.New(slog.DiscardHandler),
+			MaxHolds: 1000, Pods: unknownPods{}, Authenticate: anybody{}, Log: slog.New(slog.DiscardHandler),
 			Metrics: coordinator.NewMetrics(registry),
 		})}
 	routes := http.NewServeMux()
@@ -296,7 +296,7 @@ func (f *fleet) floor() time.Duration {
 	for _, conn := range f.floors {
 		all.Go(func() {
 			var line [64]byte
-			if _, err := conn.Write([]byte("let go of this pod, in every Service, at every address\n")); err != nil {
+			if _, err := conn.Write([]byte("stop routing to the pod, in every Service, at each port\n")); err != nil {
 				f.failed = err
 			}
 			if _, err := conn.Read(line[:]); err != nil {
@@ -323,10 +323,10 @@ func (anybody) Authenticate(_ context.Context, token string) (coordinator.Identi
 	return coordinator.Identity{Agent: drain.AgentID(token), Name: "bench/" + token, Everywhere: true}, nil
 }
 
-// nobody is a Pods that knows nothing.
-type nobody struct{}
+// unknownPods is a Pods that cannot read any pod.
+type unknownPods struct{}
 
-func (nobody) Life(context.Context, drain.Pod) (coordinator.Life, error) {
+func (unknownPods) Life(context.Context, drain.Pod) (coordinator.Life, error) {
 	return coordinator.LifeUnknown, nil
 }
 

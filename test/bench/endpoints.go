@@ -50,7 +50,7 @@ func follower() *endpoints.Index {
 	return x
 }
 
-// unchangedSlice is a resync: a slice of 100 endpoints comes again, decoded anew. The floor walks
+// unchangedSlice is a resync: a slice of 100 endpoints comes again, newly decoded. The floor walks
 // both versions in order and compares address, UID and conditions.
 func unchangedSlice() Result {
 	const events = 20_000

@@ -129,7 +129,7 @@ func buildAll(ctx context.Context, progress io.Writer, what string, programs []p
 	}
 	defer unlock()
 	if _, err := os.Stat(result.Dir); err == nil {
-		return result, nil // by whoever held the lock
+		return result, nil // by the process that held the lock
 	}
 
 	// Only the holder of the lock has a folder of this name, so what is there was left by an
@@ -231,7 +231,7 @@ func cacheDir() (string, error) {
 			return dir, nil
 		}
 	}
-	// A user without a home, such as nobody. The name can be guessed, so somebody else may own it.
+	// A user without a home directory. The name can be guessed, so another user may own it.
 	dir := filepath.Join(os.TempDir(), fmt.Sprintf("lameduck-%d", os.Getuid()))
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
 		return "", fmt.Errorf("find a cache folder: %w", err)
@@ -241,7 +241,7 @@ func cacheDir() (string, error) {
 		return "", fmt.Errorf("find a cache folder: %w", err)
 	}
 	if stat, ok := info.Sys().(*syscall.Stat_t); !ok || !info.IsDir() || int(stat.Uid) != os.Getuid() {
-		return "", fmt.Errorf("%s belongs to somebody else: set LAMEDUCK_CACHE", dir)
+		return "", fmt.Errorf("%s belongs to another user: set LAMEDUCK_CACHE", dir)
 	}
 	return dir, nil
 }
@@ -272,8 +272,8 @@ func goVersion(ctx context.Context, dir string, env []string) (string, error) {
 	return strings.TrimSpace(string(out)), nil
 }
 
-// lock takes the lock file at path, waiting for another process to let go of it. The kernel lets go
-// for the dead.
+// lock takes the lock file at path, waiting for another process to release it. The kernel releases
+// the locks of processes that have ended.
 func lock(ctx context.Context, path string, progress io.Writer) (unlock func(), err error) {
 	file, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, 0o644)
 	if err != nil {

@@ -71,7 +71,7 @@ type Options struct {
 	APIServer, ControllerManager, Scheduler []string
 
 	// NoControllers leaves out kube-controller-manager, NoScheduler kube-scheduler. Without
-	// controllers nobody makes ServiceAccounts, which pods need.
+	// controllers, the ServiceAccounts that pods need are missing.
 	NoControllers, NoScheduler bool
 
 	// LogDir is where the programs write their logs, NAME.log, and is created. If empty they go
@@ -327,8 +327,8 @@ func (c *Cluster) ConfigFor(user string, groups ...string) *rest.Config {
 // Kubeconfig is the path of a kubeconfig of the administrator.
 func (c *Cluster) Kubeconfig() string { return c.path("kubeconfig") }
 
-// WriteKubeconfig writes a kubeconfig of anybody else to path: the API server sees user, who is
-// nobody that it has to know, and groups, by a certificate of [Cluster.CA].
+// WriteKubeconfig writes a kubeconfig of another user to path. The API server takes user and groups
+// from a certificate of [Cluster.CA]; the user need not exist.
 func (c *Cluster) WriteKubeconfig(path, user string, groups ...string) error {
 	cert, key, err := c.ca.IssueClient(user, groups...)
 	if err != nil {
@@ -492,7 +492,7 @@ func (c *Cluster) failure(name string, err error) error {
 	return fmt.Errorf("%s: %w; the end of its log:\n%s", name, err, tail(log, 15))
 }
 
-// freePorts returns ports on which nobody listens and that no outgoing connection will be given.
+// freePorts returns ports on which no process listens and that no outgoing connection is given.
 func freePorts(n int) ([]int, error) {
 	var ports []int
 	for range 2000 {

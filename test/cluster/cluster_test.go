@@ -179,8 +179,8 @@ func descendants(pid int) map[int]string {
 
 func alive(pid int) bool { return syscall.Kill(pid, 0) == nil }
 
-// waitGone waits until none of the processes is left. Nobody tells about the death of somebody
-// else's child.
+// waitGone polls until none of the processes is left: they are not children of this one, so it
+// cannot wait for them.
 func waitGone(t *testing.T, processes map[int]string) {
 	t.Helper()
 	deadline := time.Now().Add(10 * time.Second)
@@ -275,7 +275,7 @@ func TestEnterAsNobody(t *testing.T) {
 		t.Skip("started by an ordinary user, which has no other")
 	}
 	// The test's own program and folder are for root only.
-	dir, err := os.MkdirTemp("/tmp", "lameduck-nobody-")
+	dir, err := os.MkdirTemp("/tmp", "lameduck-user-")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -37,14 +37,14 @@ const (
 )
 
 // outside is the socket to the process outside, in the program that Enter was called in. The
-// channel holds it while nobody uses it.
+// channel holds it while it is not in use.
 var outside chan *net.UnixConn
 
 // Inside reports whether this process is in a namespace made by [Enter].
 func Inside() bool { return os.Getenv(insideKey) != "" }
 
 // Enter moves the program into user, mount, network and process namespaces of its own. It must be
-// called before anything else: Enter starts the program anew, with the same arguments, environment
+// called before anything else: Enter starts the program again, with the same arguments, environment
 // and files, and returns nil in that one. In the process that called it first it does not return:
 // it passes signals on, and exits as the inner program does.
 //
@@ -342,7 +342,7 @@ func scratch() (string, error) {
 	for _, dir := range old {
 		file, err := os.Open(dir)
 		if err != nil {
-			continue // somebody else's
+			continue // of another user
 		}
 		if syscall.Flock(int(file.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) == nil {
 			sweep(dir)

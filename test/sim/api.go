@@ -37,7 +37,7 @@ type pod struct {
 	born time.Duration
 	// target has the condition DisruptionTarget.
 	target bool
-	// refused is until when another webhook refuses its deletion, whoever asks.
+	// refused is until when another webhook denies every request for its deletion.
 	refused time.Duration
 	// sick is until when it refuses connections, though it is ready.
 	sick time.Duration
@@ -48,8 +48,8 @@ type pod struct {
 	host   *agent
 	passed *pass
 	run    int
-	// halted is why its container does not run, though nobody has deleted the pod; failed: it never
-	// will again.
+	// halted is why its container does not run, although the pod was not deleted. With failed it
+	// never runs again.
 	halted string
 	failed bool
 	// calls counts deletions that are under way.
@@ -125,7 +125,7 @@ type backing struct {
 	excuse string
 }
 
-// watcher is somebody who watches the API server, and how late he is.
+// watcher is a watch of the API server, with its delay.
 type watcher struct {
 	p     *proc
 	pods  func(*pod, podView)
@@ -171,8 +171,8 @@ const (
 	localAlways
 )
 
-// api is the API server, the EndpointSlice controller, the kubelets and those who want pods
-// deleted.
+// api is the API server, the EndpointSlice controller, the kubelets and the clients that delete
+// pods.
 type api struct {
 	w        *world
 	node     proc
@@ -184,7 +184,7 @@ type api struct {
 	dirty    []bool
 	watchers []*watcher
 	born     int
-	// free are addresses that nobody has any more.
+	// free are addresses that no pod has any more.
 	free []netip.AddrPort
 	next int
 	// budget: minAvailable of Service 0 is its size - 1.
@@ -256,7 +256,7 @@ func (a *api) label(p *pod) {
 // observed says that the pod's mode is observe, and always was.
 func (p *pod) observed() bool { return p.keeps && p.mode == keys.Observe }
 
-// podChanged tells those who watch, and the slice controller.
+// podChanged informs the watchers and the slice controller.
 func (a *api) podChanged(p *pod) {
 	v := p.view()
 	for _, x := range a.watchers {
@@ -432,7 +432,7 @@ func (a *api) readyOf(service int) (n int) {
 	return n
 }
 
-// caller is somebody who wants a pod deleted.
+// caller is a client that deletes a pod.
 type caller struct {
 	p       *pod
 	evict   bool
@@ -482,7 +482,7 @@ func (a *api) deletion() {
 		a.podChanged(c.p)
 	}
 	c.denials = map[*coord]denials{}
-	a.log("somebody wants %s deleted (evict=%t controller=%t forced=%t)", c.p.uid, c.evict, c.ctrl, c.forced)
+	a.log("a client deletes %s (evict=%t controller=%t forced=%t)", c.p.uid, c.evict, c.ctrl, c.forced)
 	if a.w.kinds[stubborn] && a.w.chance(500) {
 		c.p.refused = max(c.p.refused, a.w.at+a.w.between(10*time.Second, 80*time.Second))
 	}
@@ -493,7 +493,7 @@ func (a *api) deletion() {
 // reask asks for the deletion of a pod whose drain has just been abandoned.
 func (a *api) reask(uid drain.UID) {
 	if p := a.find(uid); !p.terminating {
-		a.log("somebody wants %s deleted after all", uid)
+		a.log("a client deletes %s after all", uid)
 		p.calls++
 		a.attempt(&caller{p: p, backoff: 5 * time.Millisecond, denials: map[*coord]denials{}})
 	}
@@ -535,8 +535,8 @@ func (a *api) review(c *caller, limit time.Duration, first bool) {
 			a.log("another webhook denies the deletion of %s", c.p.uid)
 			a.again(c, 0, true)
 		case first && w.faulty() && w.chance(100):
-			// Somebody wrote to the pod meanwhile: the check stands inside the compare-and-swap
-			// loop.
+			// Another client wrote to the pod meanwhile: the API server asks the webhook inside its
+			// compare-and-swap loop.
 			a.review(c, limit, false)
 		case c.p.terminating:
 			c.p.calls--

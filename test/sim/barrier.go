@@ -131,10 +131,10 @@ func endpointsUsed(endpoints []endpoint, here *agent) (chosen []drain.UID, witho
 	return chosen, true
 }
 
-// late says why the kernel began to send to a pod after that was deleted, and perhaps after it had
-// been seen to be out, if it was because it had not heard yet that it is ready. Nobody can know
-// that of a kernel that is later than gateways have to hear, or that hears then that the pod lost
-// its readiness before it got it back.
+// late returns why the kernel began to send to a pod after its deletion, and perhaps after it was
+// seen not to, if the reason is that it had not learned yet that the pod is ready. That cannot be
+// known of a kernel that learns later than gateways have to, or that learns then that the pod lost
+// its readiness before it became ready again.
 func (k *kernel) late(p *pod) string {
 	switch added := k.added[p.uid]; {
 	case added < p.committed:
@@ -373,7 +373,7 @@ type hook struct {
 // hooks runs the preStop hook of a pod that is terminating.
 func (a *api) hooks(p *pod) { a.runHooks(p, a.w.between(time.Millisecond, 100*time.Millisecond)) }
 
-// runHooks runs them, in a while. Whoever ran them before has forgotten it.
+// runHooks runs them after a pause. An earlier run is forgotten.
 func (a *api) runHooks(p *pod, pause time.Duration) {
 	w := a.w
 	p.run++

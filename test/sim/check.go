@@ -25,12 +25,12 @@ const (
 	checkLost = "lost"
 	// checkTruthName: an agent says Removed of a pod to which its gateway routes.
 	checkTruthName = "truth"
-	// checkHoldersName: an exclusion is gone although somebody has an expiry on it.
+	// checkHoldersName: an exclusion has ended although a holder has an expiry on it.
 	checkHoldersName = "holders"
 	// checkLate: a call was answered later than its hold.
 	checkLate = "late"
-	// checkNobody: a deletion waits for nobody.
-	checkNobody = "nobody"
+	// checkNoAgent: a deletion is denied without an agent that has to acknowledge.
+	checkNoAgent = "no-agent"
 	// checkDeadline: a deletion is denied beyond the deadline of its drain.
 	checkDeadline = "deadline"
 	// checkClockName: a drain's clock is younger than this replica knew, or another one has said.
@@ -39,7 +39,7 @@ const (
 	checkEarly = "abandoned"
 	// checkDeadName: a gateway is asked to route to a pod that its agent has seen terminating.
 	checkDeadName = "dead"
-	// checkExcludedName: a gateway is asked to route to a pod on which somebody has an expiry, and
+	// checkExcludedName: a gateway is asked to route to a pod on which a holder has an expiry, and
 	// which need not be kept.
 	checkExcludedName = "excluded"
 	// checkEmptied: an agent took out the last target of a living pod in a pool.
@@ -330,7 +330,7 @@ func (a *agent) checkLast(op health.Op) {
 	a.w.fail(checkEmptied, "%s: %s leaves nothing in the pool", a.name, op)
 }
 
-// checkHolders: an expiry that nobody has ended and that has not run out stands.
+// checkHolders: an expiry that its holder has not ended, and whose time has not come, stands.
 func (a *agent) checkHolders(uid drain.UID) {
 	for holder, until := range a.expiries[uid] {
 		if until.After(a.w.now) && !slices.Contains(a.set.Held(holder), uid) {
@@ -353,7 +353,7 @@ func (c *coord) checkInTime(x *call) {
 func (c *coord) checkDeny(h *call, s drain.Status) {
 	w, uid := c.w, h.caller.p.uid
 	if len(s.Waiting) == 0 {
-		w.fail(checkNobody, "%s denies the deletion of %s, and waits for nobody", c.name, uid)
+		w.fail(checkNoAgent, "%s denies the deletion of %s, and waits for no agent", c.name, uid)
 	}
 	c.checkDeparted(s)
 	for _, x := range s.Waiting {
@@ -456,8 +456,8 @@ func (c *coord) acknowledged(a *agent, asOf time.Time, reports []drain.Report) b
 }
 
 // expired records who was certainly silent in a drain that is over its deadline. It counts less
-// than the ledger does: agents whose stream was open all the time, and drains that somebody still
-// asked for in the end.
+// than the ledger does: agents whose stream was open all the time, and drains for which a client
+// still asked in the end.
 func (c *coord) expired(s drain.Status) {
 	w := c.w
 	if s.Reason != drain.Deadline || w.now.Before(s.Deadline) {
@@ -597,7 +597,7 @@ func (c *coord) noteAdopted(claim drain.Claim) {
 	if claim.Queued {
 		place = drain.Deferred
 	}
-	// nobody has asked for it here: it lasts for up to 45 s more than at the others
+	// no client has asked for it here: it lasts for up to 45 s more than at the others
 	c.asking(uid, targets, place).askedAt = -agreed
 	delete(c.restarted, uid)
 	if _, ok := c.begun[uid]; !ok {

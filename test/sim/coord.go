@@ -192,7 +192,7 @@ func (c *coord) start() {
 	c.tick()
 }
 
-// crash ends the life at once. lost says that nobody hears of it.
+// crash ends the life at once. lost: no connection is reset.
 func (c *coord) crash(lost bool) {
 	w := c.w
 	c.log("dies")
@@ -278,10 +278,10 @@ func (c *coord) look(pods []drain.Pod) {
 			if living {
 				open := c.ledger.Pod(uid).Draining
 				if c.core.Read(w.now, uid, coordinator.Living); open && !c.ledger.Pod(uid).Draining {
-					c.log("%s lives, and nobody asks for it: abandoned", uid)
+					c.log("%s lives, and no client asks for it: abandoned", uid)
 					c.checkAbandoned(uid)
 					if w.faulty() && w.chance(300) {
-						// Somebody wants it deleted after all, just now.
+						// A client deletes it after all, just now.
 						w.after(nil, w.between(0, 20*time.Millisecond), func() { w.api.reask(uid) })
 					}
 					c.closed(uid)

@@ -160,7 +160,7 @@ func (w *world) deletions() {
 	}
 	n := 1 + w.rng.IntN(2)
 	if w.chance(100) {
-		n = 5 // as when somebody scales to zero
+		n = 5 // as when a Service is scaled to zero
 	}
 	for range n {
 		w.api.deletion()
@@ -301,7 +301,7 @@ func (w *world) fault(k kind) {
 		if !a.up || k == nil {
 			return
 		}
-		// Somebody between them forgets the connection. Each side hears of it, or does not.
+		// A device between them forgets the connection. Each side learns of it, or does not.
 		if w.chance(500) {
 			w.after(&a.proc, w.delay(), func() { l.lost(k) })
 		}
@@ -376,7 +376,7 @@ func (w *world) calm() {
 	for _, p := range w.api.pods {
 		if w.checked && w.kinds[podSick] && w.chance(400) {
 			p.sick = time.Hour
-			w.logf("world", "%s is sick for good", p.uid)
+			w.logf("world", "%s is sick permanently", p.uid)
 		}
 	}
 	for _, p := range w.api.pods {

@@ -8,8 +8,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
-// What stops containers although nobody has asked for the deletion of their pods, and the kubelets
-// that forget what they were doing.
+// What stops containers although their pods were not deleted, and the kubelets that forget what
+// they were doing.
 
 // anyRunning finds a pod whose container runs, and which is not terminating.
 func (w *world) anyRunning() *pod {
@@ -44,7 +44,7 @@ func (a *api) restart(p *pod, evicted bool) {
 	})
 }
 
-// halt ends the process of a pod that stays, for good or until its container is started again.
+// halt ends the process of a pod that stays, permanently or until its container is started again.
 func (a *api) halt(p *pod, why string, forGood bool) {
 	w := a.w
 	if p.terminating || p.stopped || p.failed {
@@ -157,7 +157,7 @@ func (a *agent) waitRestart(p *pod, then func()) {
 			})
 			return
 		}
-		finish("nobody can be asked")
+		finish("no coordinator can be asked")
 	}
 	ask(0)
 }
@@ -177,7 +177,7 @@ func (c *coord) restarts(x *barred) {
 	}
 }
 
-// back hears that a pod has become ready, so that it is routed again if it was let go of for a
+// back learns that a pod has become ready, so that it is routed again if it was excluded for a
 // restart before.
 func (c *coord) back(uid drain.UID, at time.Duration) {
 	begun, open := c.begun[uid]

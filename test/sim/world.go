@@ -18,7 +18,7 @@ var epoch = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 
 // shortActive and longActive are how long faults happen and people delete pods, settledAfter how
 // long nothing of that happens then, until everything must be as it should be: a call that was let
-// through ends within 34 s, a drain nobody asks for is looked into 45 s after its last answer, an
+// through ends within 34 s, a drain without callers is looked into 45 s after its last answer, an
 // expiry ends after 60 s, and the slowest frozen process wakes.
 const (
 	shortActive  = 70 * time.Second

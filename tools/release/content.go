@@ -90,7 +90,7 @@ func compressed(all files, at time.Time) ([]byte, error) {
 func roots() ([]byte, error) {
 	var out bytes.Buffer
 	for root := range bundle.Roots() {
-		// Nobody else would know of the constraint: it cannot be said in the file.
+		// The file has no way to express the constraint, so its readers would not know of it.
 		if root.Constraint != nil {
 			continue
 		}
@@ -133,7 +133,7 @@ func (p program) modules() ([]module, error) {
 			m = m.Replace
 		}
 		if m.Version == "" {
-			return nil, fmt.Errorf("%s has %s of a folder: nobody else could build it", p.name, m.Path)
+			return nil, fmt.Errorf("%s has %s of a folder: it cannot be built elsewhere", p.name, m.Path)
 		}
 		all = append(all, module{m.Path, m.Version, m.Sum})
 	}

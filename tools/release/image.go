@@ -28,7 +28,7 @@ import (
 const (
 	license    = "Apache-2.0"
 	repository = "https://github.com/lameduck-io/lameduck"
-	// user is nobody's: what manifests say too.
+	// user is a user and group without a name, as in the manifests.
 	user = "65532:65532"
 	// nameAnnotation is where containerd finds what an image of an archive is called, refAnnotation
 	// where others do.

@@ -79,8 +79,8 @@ func fixture(t *testing.T) (options, source) {
 	return o, testSource
 }
 
-// makeOf makes three images of lameduck-wait. For the first platform everything is compiled anew if
-// there is a folder for that.
+// makeOf makes three images of lameduck-wait. For the first platform everything is compiled again
+// if there is a folder for that.
 func makeOf(s source, o options, built, cache string) error {
 	for i, p := range o.platforms {
 		s.cache = ""
@@ -461,10 +461,10 @@ func copyTree(t *testing.T, to string) {
 	}
 }
 
-// Whoever has the tree can make the same images, and so see that those of a registry are of this
-// tree: in another folder, with other rights and times of files, with nothing compiled before, and
-// whatever else the environment asks of go. With LAMEDUCK_DIST it is the images of make images, all
-// three, that come out again.
+// Every reader of the tree can make the same images, and so see that those of a registry are of
+// this tree: in another folder, with other rights and times of files, with nothing compiled before,
+// and whatever else the environment asks of go. With LAMEDUCK_DIST it is the images of make images,
+// all three, that come out again.
 func TestTheSameEverywhere(t *testing.T) {
 	o, s := fixture(t)
 	want := digests(t, o)

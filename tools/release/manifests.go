@@ -24,7 +24,7 @@ var rendered = map[string]string{
 	"check.yaml":                    "check",
 }
 
-// placeholder is how the tree names our images: by a tag that nobody has ever pushed.
+// placeholder is how the tree names our images: by a tag that is never pushed.
 var placeholder = regexp.MustCompile(`(?:docker\.io/)?\blameduck/(webhook|agent|lameduck-wait):dev\b`)
 
 // references are the images of a layout by program, as name:tag@digest.

@@ -145,8 +145,8 @@ func TestManifestsOfTheTreesNames(t *testing.T) {
 	}
 }
 
-// A tree that names an image in a way that is not known here must not go out with a name that
-// nobody can pull.
+// A tree that names an image in a way that is not known here must not be released with a name that
+// cannot be pulled.
 func TestManifestsOfAChangedTree(t *testing.T) {
 	refs := map[string]string{"webhook": "r/webhook:v1@sha256:1", "agent": "r/agent:v1@sha256:2",
 		"lameduck-wait": "r/lameduck-wait:v1@sha256:3"}

@@ -23,7 +23,7 @@ import (
 func registryOf(t *testing.T, before func(w http.ResponseWriter, r *http.Request) bool,
 	options ...registry.Option) string {
 	t.Helper()
-	t.Setenv("DOCKER_CONFIG", t.TempDir()) // nobody's credentials
+	t.Setenv("DOCKER_CONFIG", t.TempDir()) // no credentials
 	handler := registry.New(append(options, registry.Logger(log.New(io.Discard, "", 0)))...)
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if before == nil || !before(w, r) {

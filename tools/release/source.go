@@ -40,7 +40,7 @@ func readSource(ctx context.Context, root, version string, getenv func(string) s
 		out, err := exec.CommandContext(ctx, "git", append([]string{"-C", root}, args...)...).Output()
 		return strings.TrimSpace(string(out)), err
 	}
-	// A tree that lies in somebody else's repository is not that repository's commit.
+	// A tree inside another repository is not that repository's commit.
 	if prefix, err := git("rev-parse", "--show-prefix"); err == nil && prefix == "" {
 		said, err := git("log", "-1", "--format=%H %ct")
 		if err != nil {

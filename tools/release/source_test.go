@@ -42,7 +42,7 @@ func TestReadSource(t *testing.T) {
 		t.Fatal(err)
 	}
 	if s, err := readSource(t.Context(), inside, "dev", none); err != nil || s.commit != "unknown" {
-		t.Errorf("in somebody else's repository: %+v, %v", s, err)
+		t.Errorf("in another repository: %+v, %v", s, err)
 	}
 	if err := os.WriteFile(filepath.Join(dir, "file"), []byte("two"), 0o600); err != nil {
 		t.Fatal(err)

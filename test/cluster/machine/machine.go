@@ -21,7 +21,7 @@
 // connection tracking, one per machine; that machines can be cut off. What is not: they share a
 // kernel and its clock, memory pressure is that of the whole computer and so are the CPUs, nothing
 // is reserved, there is no cluster DNS, images are never pulled, the API server has no IPv6
-// address, and the kubelet's own API asks nobody who they are. Settings of the kernel that kubelets
+// address, and the kubelet's own API authenticates no client. Settings of the kernel that kubelets
 // change are shown to them as files.
 package machine
 
@@ -195,8 +195,8 @@ func (m *Machine) setLink(set func(netlink.Link) error) error {
 // Do runs f in the network of the machine: sockets that f itself makes, not goroutines of it, are
 // the machine's and stay so. Package net makes them itself for addresses in numbers.
 func (m *Machine) Do(f func() error) error {
-	// One's own hold on it: somebody else may switch the machine off, and the number be given to
-	// another file.
+	// A duplicate of it: the machine may be switched off meanwhile, and the number given to another
+	// file.
 	m.mu.Lock()
 	fd, err := unix.FcntlInt(uintptr(m.network), unix.F_DUPFD_CLOEXEC, 0)
 	m.mu.Unlock()
@@ -314,8 +314,8 @@ func (m *Machine) Restart(name string) error {
 	return m.start(name, command...)
 }
 
-// Reconfigure has the kubelet start anew with further lines in its configuration, in place of those
-// of [Options]. It does not wait until it is ready.
+// Reconfigure restarts the kubelet with further lines in its configuration, in place of those of
+// [Options]. It does not wait until the kubelet is ready.
 func (m *Machine) Reconfigure(kubelet ...string) error {
 	if err := os.WriteFile(filepath.Join(m.dir, "kubelet.yaml"), []byte(kubeletConfig(m, kubelet)), 0o644); err != nil {
 		return fmt.Errorf("configure machine %s: %w", m.Name, err)

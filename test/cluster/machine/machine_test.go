@@ -457,8 +457,8 @@ func TestNothingIsLeft(t *testing.T) {
 	}
 }
 
-// outer starts this program anew, in namespaces within the test's, and returns when its machine has
-// a pod, with what ends it and its RunName. Without a binary it has no machine.
+// outer starts this program again, in namespaces within the test's. When its machine has a pod, it
+// returns a Closer that ends it, and its RunName. Without a binary it has no machine.
 func outer(t *testing.T, binary string) (*exec.Cmd, io.Closer, string) {
 	t.Helper()
 	self, err := os.Executable()

@@ -357,8 +357,8 @@ func (c *container) kill(proc *process.Process, why string) {
 }
 
 // preStop runs the hook for as long as the grace allows and returns the whole seconds that it took.
-// A hook that takes longer goes on, as the kubelet's does, until the pod is gone; nobody waits for
-// it.
+// A hook that takes longer continues, as the kubelet's does, until the pod is deleted, but is not
+// waited for.
 func (c *container) preStop(ctx context.Context, seconds int64, given time.Time) int64 {
 	c.event(PreStopBegins, "")
 	began := time.Now()

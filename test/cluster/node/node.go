@@ -41,7 +41,7 @@
 //     termination messages.
 //   - Grace period 0 and the vanished pod: the kubelet grants a second or two; here the processes
 //     are killed at once.
-//   - Survival. The processes die with the caller; a node that is run again starts its pods anew,
+//   - Survival. The processes die with the caller; a node that is run again starts its pods again,
 //     with new addresses.
 package node
 
@@ -120,7 +120,7 @@ type Options struct {
 	// Observe is called with each event, in order, one at a time: a slow Observe delays all pods.
 	Observe func(Event)
 
-	// Logger is told what goes wrong. If nil nobody is.
+	// Logger logs errors. If nil, they are dropped.
 	Logger *slog.Logger
 }
 

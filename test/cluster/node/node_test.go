@@ -619,7 +619,7 @@ func TestVolumesAndIdentity(t *testing.T) {
 	}
 }
 
-// waitLog waits for a text in the log of the container app: a file, which nobody tells about.
+// waitLog polls the log of the container app, a file, for a text.
 func waitLog(t *testing.T, ctx context.Context, n *node.Node, uid types.UID, text string) string {
 	t.Helper()
 	for deadline := time.Now().Add(20 * time.Second); time.Now().Before(deadline); time.Sleep(10 * time.Millisecond) {

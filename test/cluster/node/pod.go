@@ -20,7 +20,7 @@ var errVanished = errors.New("pod vanished or was deleted by force")
 // pod is one pod on the node: a goroutine that runs it, one for each of its containers, one that
 // writes its status and one that keeps its volumes up to date.
 //
-// It goes: starting, in the order of the spec; running, until its containers have finished for good
+// It goes: starting, in the order of the spec; running, until its containers have finally finished
 // or it is deleted (stopping is closed); stopping, in which each container sees to its own end;
 // stopped, when the last status is written; and, once it is deleted as well, the last DELETE. When
 // its context ends, that is the end in any state.
@@ -43,8 +43,8 @@ type pod struct {
 	latest     *v1.Pod
 	address    netip.Addr
 	startTime  metav1.Time
-	failed     bool // an init container has failed for good
-	terminated bool // all containers have finished for good
+	failed     bool // an init container has finally failed
+	terminated bool // all containers have finally finished
 	conditions map[v1.PodConditionType]v1.PodCondition
 	wasReady   bool
 	grace      int64         // seconds that the containers have to stop, set before stopping is closed
@@ -292,7 +292,7 @@ func (p *pod) latestPod() *v1.Pod {
 	return p.latest
 }
 
-// runContainers starts the containers in order and returns when all have finished for good.
+// runContainers starts the containers in order and returns when all have finally finished.
 func (p *pod) runContainers(ctx context.Context) {
 	var work sync.WaitGroup
 	defer work.Wait()
@@ -318,7 +318,7 @@ func (p *pod) runContainers(ctx context.Context) {
 		} else {
 			<-done
 		}
-		if !c.succeeded() { // for good, so the restart policy is Never, or the pod is stopping
+		if !c.succeeded() { // finally: the restart policy is Never, or the pod is stopping
 			p.mu.Lock()
 			p.failed = true
 			p.mu.Unlock()
@@ -348,7 +348,7 @@ func (p *pod) remove(ctx context.Context) {
 	options := metav1.DeleteOptions{GracePeriodSeconds: &zero, Preconditions: &metav1.Preconditions{UID: &p.uid}}
 	for delay := 50 * time.Millisecond; ctx.Err() == nil; delay = min(2*delay, 5*time.Second) {
 		select {
-		case <-p.gone: // or it has no grace left, and somebody else sent the last DELETE
+		case <-p.gone: // or it has no grace left, and another client sent the last DELETE
 			return
 		default:
 		}

@@ -54,7 +54,7 @@ func (p *pod) writeStatuses(ctx context.Context, last <-chan struct{}) {
 				continue // changed since, or over
 			}
 			written = patch
-			if ready != p.wasReady { // nobody else uses it
+			if ready != p.wasReady { // used by this goroutine only
 				p.wasReady = ready
 				kind := NotReady
 				if ready {

@@ -29,8 +29,8 @@ func TestExpand(t *testing.T) {
 	}
 }
 
-// An address must rest before another pod gets it, because somebody may still connect to the one
-// before.
+// An address must rest before another pod gets it, because clients may still connect to the
+// previous pod.
 func TestAddresses(t *testing.T) {
 	now := time.Unix(0, 0)
 	pods := netip.MustParsePrefix("10.244.1.0/29") // .2 to .6

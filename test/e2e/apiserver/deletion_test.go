@@ -20,8 +20,8 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/harness"
 )
 
-// F2. Whoever writes to a pod during its deletion, be it the handler itself, makes the API server
-// ask again, about the new version and by a new request.uid. A handler that starts a hold at each
+// F2. A write to a pod during its deletion, also by the handler itself, makes the API server ask
+// again, about the new version and by a new request.uid. A handler that starts a hold at each
 // call never ends, and one that recognises calls by request.uid takes them for different deletions:
 // the pod's UID is all that stays.
 func TestWriteDuringDeletionRepeatsReview(t *testing.T) {
@@ -212,7 +212,7 @@ func TestDeleteCollectionIsSerial(t *testing.T) {
 		}
 		// In the options of a DELETE there is always one; see TestGracePeriodOfReview.
 		if r.grace != nil {
-			t.Errorf("a grace period that nobody gave: %v", r)
+			t.Errorf("a grace period that no caller gave: %v", r)
 		}
 		names = append(names, r.pod.Name)
 	}
@@ -343,8 +343,8 @@ func TestImmediateDeletionIsReviewedRepeatedly(t *testing.T) {
 	}
 }
 
-// F9, with a node: a pod's whole end is one question by whoever deletes it, and two or three by the
-// kubelet, who is known by its group. With the matchCondition it is one.
+// F9, with a node: a pod's whole end is one question by its caller, and two or three by the
+// kubelet, which is recognized by its group. With the matchCondition it is one.
 func TestReviewsOfOneTermination(t *testing.T) {
 	t.Parallel()
 	for _, condition := range []bool{false, true} {
@@ -411,7 +411,7 @@ func TestGracePeriodOfReview(t *testing.T) {
 		{"by force", onNode(nil), &zero, 0},
 		{"the pod's own, 0", onNode(&zero), nil, 0},
 		{"without a node", func(s *scene) {
-			s.create("web", podSpec(""), func(p *corev1.Pod) { p.Spec.SchedulerName = "nobody" })
+			s.create("web", podSpec(""), func(p *corev1.Pod) { p.Spec.SchedulerName = "none" })
 		}, nil, 0},
 	}
 	for _, test := range tests {

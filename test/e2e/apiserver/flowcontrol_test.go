@@ -20,7 +20,7 @@ import (
 )
 
 // F5. A deletion that is held occupies a seat of its priority level in the API server. With
-// manifests/base/flow-control.yaml that is a level of its own, whoever deletes; otherwise 30 held
+// manifests/base/flow-control.yaml that is a level of its own for all callers; otherwise 30 held
 // deletions of a controller take the seats of all that it and its kind ask for.
 func TestHeldDeletionsHaveTheirOwnSeats(t *testing.T) {
 	t.Parallel()
@@ -87,24 +87,24 @@ func TestHeldDeletionsHaveTheirOwnSeats(t *testing.T) {
 		return response.Header.Get("X-Kubernetes-Pf-Prioritylevel-Uid"), response.StatusCode
 	}
 	harness.Until(t, time.Minute, "the flow schema takes deletions", func() bool {
-		got, _ := do(http.MethodDelete, s.path("nobody"), "")
+		got, _ := do(http.MethodDelete, s.path("missing"), "")
 		return got == string(level.UID)
 	})
 	for what, ask := range map[string]func() (string, int){
-		"reading pods": func() (string, int) { return do(http.MethodGet, s.path("nobody"), "") },
+		"reading pods": func() (string, int) { return do(http.MethodGet, s.path("missing"), "") },
 		"deleting a Secret": func() (string, int) {
-			return do(http.MethodDelete, strings.ReplaceAll(s.path("nobody"), "/pods/", "/secrets/"), "")
+			return do(http.MethodDelete, strings.ReplaceAll(s.path("missing"), "/pods/", "/secrets/"), "")
 		},
 		"creating a pod": func() (string, int) {
 			return do(http.MethodPost, strings.TrimSuffix(s.path(""), "/"), "{}")
 		},
-		"a pod's other parts": func() (string, int) { return do(http.MethodPost, s.path("nobody/binding"), "{}") },
+		"a pod's other parts": func() (string, int) { return do(http.MethodPost, s.path("missing/binding"), "{}") },
 	} {
 		if got, _ := ask(); got == string(level.UID) {
 			t.Errorf("%s is accounted to Lameduck's level", what)
 		}
 	}
-	if got, code := do(http.MethodDelete, strings.TrimSuffix(s.path(""), "/")+"?labelSelector=app=nobody",
+	if got, code := do(http.MethodDelete, strings.TrimSuffix(s.path(""), "/")+"?labelSelector=app=missing",
 		""); got != string(level.UID) || code != http.StatusOK {
 		t.Errorf("deleting a collection: %d, level %q", code, got)
 	}

@@ -160,7 +160,7 @@ func (s *scene) hook(answer answer, edit ...func(*admissionregistrationv1.Valida
 			s.t.Error(err)
 		}
 	})
-	// The API server learns of it by a watch, and tells nobody when it has.
+	// The API server learns of it by a watch, and does not show when it has.
 	for {
 		_, err := s.client.CoreV1().ConfigMaps(s.namespace).Create(s.ctx,
 			&corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{GenerateName: "ready-"}},

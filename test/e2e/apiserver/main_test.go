@@ -20,7 +20,7 @@ func TestMain(m *testing.M) {
 	cluster.Main(m)
 }
 
-// scene is a namespace for one test, and whoever acts in it.
+// scene is a namespace for one test, with the clients that act in it.
 type scene struct {
 	t         *testing.T
 	ctx       context.Context // ends well before the test binary does

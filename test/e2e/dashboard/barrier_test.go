@@ -130,7 +130,7 @@ func TestBothGatesAndHealthAreSeen(t *testing.T) {
 			return strings.HasPrefix(r.Pod, "both/"+pod.Name) && r.Phase == "Quiescing" &&
 				strings.Contains(r.Waits, "a stated wait")
 		}) {
-			t.Errorf("nobody saw pod %s wait to stop", pod.Name)
+			t.Errorf("pod %s was not shown waiting to stop", pod.Name)
 		}
 	}
 

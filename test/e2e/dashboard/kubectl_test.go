@@ -105,7 +105,7 @@ func serveKubelet(t *testing.T, kube kubernetes.Interface) {
 	})
 }
 
-// plugin runs kubectl-lameduck as somebody, and returns what it says.
+// plugin runs kubectl-lameduck with a kubeconfig, and returns its output.
 func plugin(t *testing.T, kubeconfig string, args ...string) (stdout, stderr string, err error) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
@@ -402,7 +402,7 @@ func TestKubectlSaysWhatIsMissing(t *testing.T) {
 		code       int
 		says       string
 	}{
-		"no right to list": {config("nobody"), []string{"status"}, 1,
+		"no right to list": {config("stranger"), []string{"status"}, 1,
 			"you may not list pods in namespace lameduck-system"},
 		"no right to forward": {config("lister", list), []string{"status"}, 1,
 			"you may not forward ports to the coordinators' pods (create and get pods/portforward)"},
@@ -416,8 +416,8 @@ func TestKubectlSaysWhatIsMissing(t *testing.T) {
 			"serves nothing on its loopback address"},
 		"watch, another port": {admin, []string{"drains", "-w", "--lameduck-port", "9446"}, 1,
 			"serves nothing on its loopback address"},
-		"no such pod": {admin, []string{"explain", "nobody", "-n", "default"}, 1,
-			"no pod nobody in namespace default"},
+		"no such pod": {admin, []string{"explain", "missing", "-n", "default"}, 1,
+			"no pod missing in namespace default"},
 		"an unknown command": {admin, []string{"drain"}, 2, `unknown command "drain"`},
 		"an unknown context": {admin, []string{"status", "--context", "nowhere"}, 2,
 			`context "nowhere" does not exist`},

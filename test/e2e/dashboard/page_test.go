@@ -496,7 +496,7 @@ func TestThePageLeavesAloneWhatIsTheSame(t *testing.T) {
 			"document.querySelectorAll('#drains-table tbody tr').length") == 2
 	})
 	if got := of[int](b, "document.querySelector('#drains-table tbody tr').mark ?? 0"); got != 2 {
-		t.Errorf("the row that stays was made anew: mark %d", got)
+		t.Errorf("the row that stays was made again: mark %d", got)
 	}
 }
 
@@ -590,8 +590,8 @@ func TestThePageExplains(t *testing.T) {
 	b.do(chromedp.Click(`#drains-table [data-explain="shop/web-7d9c5b6f4-x2x8q"]`))
 	b.await("#explain-result", "It would be deleted when 1 gateway that routes to it has acknowledged.")
 	b.expectLoss() // a 404 is told to the console
-	ask("nobody")
-	b.await("#explain-result", "no such pod: shop/nobody")
+	ask("missing")
+	b.await("#explain-result", "no such pod: shop/missing")
 }
 
 // One namespace of several, chosen on the page or in its address. What is said first is about all.

@@ -145,7 +145,7 @@ func TestARollingUpdateIsSeen(t *testing.T) {
 		if !slices.ContainsFunc(of, func(r row) bool {
 			return (r.Phase == "Unrouting" || r.Phase == "Quiescing") && strings.Contains(r.Waits, gateway)
 		}) {
-			t.Errorf("nobody saw whom pod %s waited for: %v", pod.Name, of)
+			t.Errorf("what pod %s waited for was not shown: %v", pod.Name, of)
 		}
 	}
 	if n := of[int](b, "lost"); n > 0 {

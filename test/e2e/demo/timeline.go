@@ -67,7 +67,7 @@ func (a *audit) deletions() (map[types.NamespacedName]time.Time, error) {
 	return first, lines.Err()
 }
 
-// step is one line of somebody's log about a pod.
+// step is one line of a component's log about a pod.
 type step struct {
 	at        time.Time
 	who, what string

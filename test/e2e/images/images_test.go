@@ -93,7 +93,7 @@ func digests(t *testing.T, dir string) map[string]string {
 	return found
 }
 
-// The images are what containerd takes for images and runs, as nobody and without a right, by their
+// containerd imports the images and runs them, as an unnamed user without capabilities, by their
 // tag as in the manifests, and by tag and digest as in a release. A node that reaches no registry
 // is given them as docs/releases.md says, and then all that a release installs by runs there:
 // coordinators, node agents, the check, and pods with the image that only the coordinator's

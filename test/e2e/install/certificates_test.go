@@ -303,7 +303,7 @@ func TestALeakedSecretIsRefusedSoon(t *testing.T) {
 	}
 }
 
-// Somebody applies manifests by force, so that path and CA are lost: they come back at once.
+// Manifests applied by force remove path and CA: they come back at once.
 func TestLostPathAndCAComeBack(t *testing.T) {
 	s := open(t)
 	// Of the second entry: each is looked at.

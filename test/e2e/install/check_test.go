@@ -13,7 +13,7 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// check runs lameduck-webhook check as somebody. Nobody: as the administrator.
+// check runs lameduck-webhook check as the user as. Empty: as the administrator.
 func check(t *testing.T, s *stage.Stage, as string, args ...string) (string, error) {
 	t.Helper()
 	kubeconfig := s.Cluster.Kubeconfig()

@@ -407,8 +407,8 @@ func TestEveryObjectIsAccepted(t *testing.T) {
 	}
 }
 
-// The CA and the path stand in the API server alone. Were they lost whenever somebody applies the
-// manifests, nothing would wait until a coordinator has written them again.
+// The CA and the path are in the API server only. If each apply of the manifests removed them,
+// no deletion would wait until a coordinator has written them again.
 func TestApplyingAgainChangesNothing(t *testing.T) {
 	s := open(t)
 	chart, err := charted(t, nil)
@@ -467,7 +467,7 @@ func TestApplyingAgainChangesNothing(t *testing.T) {
 	}
 }
 
-// pem is a certificate, of nobody.
+// pem is a certificate without an owner.
 const pem = `-----BEGIN CERTIFICATE-----
 MIIBeTCCAR+gAwIBAgIUG7+2Bz2LrZWSdyS7g9u7CsnNIwwwCgYIKoZIzj0EAwIw
 ETEPMA0GA1UEAwwGbm9ib2R5MCAXDTI2MTEyMTE2MDIyNVoYDzIxMjYxMDI4MTYw

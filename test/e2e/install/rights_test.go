@@ -99,8 +99,8 @@ func TestEveryRightIsUsedAndNoOtherAskedFor(t *testing.T) {
 	if _, err := s.Restart(t.Context(), ns, "web"); err != nil {
 		t.Fatal(err)
 	}
-	// A deletion that is given up while somebody owes: whether its pod is still there is asked 45 s
-	// later.
+	// A deletion whose caller gives up while an agent has not acknowledged: a coordinator looks 45
+	// s later whether the pod still exists.
 	silent := harness.Namespace(t, s.Kube, "rights-silent", nil)
 	harness.SilentAgent(t, s, silent)
 	settled := time.After(2 * time.Second) // rosters
@@ -112,7 +112,7 @@ func TestEveryRightIsUsedAndNoOtherAskedFor(t *testing.T) {
 	// client-go would ask again.
 	if out, err := s.Cluster.Kubectl(t.Context(), "-n", ns, "delete", "pod", pods[0].Name,
 		"--request-timeout=1s"); err == nil {
-		t.Fatalf("deleted although somebody owes: %s", out)
+		t.Fatalf("deleted although an agent has not acknowledged: %s", out)
 	}
 	mutating(t, s)
 	webhook := rights.Account{Namespace: stage.System, Name: "lameduck-webhook"}

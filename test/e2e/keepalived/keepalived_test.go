@@ -33,8 +33,8 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// ordinary is set in the environment if somebody else than root runs the tests. Inside, everybody
-// is called root.
+// ordinary is set in the environment if a user other than root runs the tests. In the namespaces
+// that user, too, is root.
 const ordinary = "LAMEDUCK_TEST_ORDINARY_USER"
 
 func TestMain(m *testing.M) {

@@ -263,7 +263,7 @@ func leave(t *testing.T, mode machine.Proxy) {
 	}
 	p.settle()
 	held := []net.Conn{p.hold("10.96.0.80:80", names[0]), p.hold("[fd10:96::80]:80", names[0])}
-	// Whoever asks a Service with affinity once is to be sent to the same pod.
+	// A client of a Service with affinity is sent to the same pod again.
 	sticky := p.hold("10.96.0.81:80", p.asked("10.96.0.81:80"))
 	sticky.Close()
 
@@ -292,7 +292,7 @@ func leave(t *testing.T, mode machine.Proxy) {
 	}
 	a.wait(kubeproxy.Idle, 15*time.Second)
 
-	// kube-proxy begins anew: what is routed stays so, what is not does not come back.
+	// kube-proxy restarts: what is routed stays so, what is not does not come back.
 	p.kubectl("rollout", "status", "deployment/app", "--timeout=60s")
 	pods = p.pods()
 	b := p.watch("b", pods[names[1]])
@@ -337,14 +337,14 @@ func leave(t *testing.T, mode machine.Proxy) {
 	for _, f := range others {
 		f.wait(kubeproxy.Kept, 15*time.Second)
 	}
-	// So it does to the one that it had let go of: it is still ready, though terminating.
+	// It also sends again to the one that was Removed: that is still ready, though terminating.
 	a.wait(kubeproxy.Kept, 15*time.Second)
 	time.Sleep(3 * time.Second) // in which kube-proxy writes again, at most once a second
 	for _, f := range others {
 		f.is(kubeproxy.Kept)
 	}
 	if name := p.asked("10.96.0.80:80"); name == "" {
-		t.Error("Kept, and nobody is reached")
+		t.Error("Kept, and no pod is reached")
 	}
 	p.kubectl("delete", "pods", "-l", "app=app", "--force", "--grace-period=0")
 	for _, f := range append(others, a) {

@@ -147,7 +147,7 @@ func readBody(resp *http.Response, want []byte) error {
 	case want != nil && (n != int64(len(want)) || !bytes.Equal(got.Bytes(), want)):
 		return fmt.Errorf("%w: %d bytes that are not the %d expected ones", errBody, n, len(want))
 	case want == nil && endless:
-		return fmt.Errorf("%w: %d bytes of a body without a length: nobody can tell whether that is all", errBody, n)
+		return fmt.Errorf("%w: %d bytes of a body without a length: it may be incomplete", errBody, n)
 	}
 	return nil
 }

@@ -17,7 +17,7 @@ type Kind string
 
 // The kinds of failures without a status.
 const (
-	Refused     Kind = "refused"     // nobody listens there, or a firewall says so
+	Refused     Kind = "refused"     // no process listens there, or a firewall says so
 	Reset       Kind = "reset"       // RST, at any time after the connection was attempted
 	EOF         Kind = "eof"         // closed before the end of the response's header
 	Timeout     Kind = "timeout"     // no connection or no complete response within Options.Timeout

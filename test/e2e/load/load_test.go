@@ -101,7 +101,7 @@ func TestKinds(t *testing.T) {
 	}
 	reader := func(c net.Conn) { http.ReadRequest(bufio.NewReader(c)) }
 	for name, tc := range map[string]struct {
-		handle func(net.Conn) // nil: nobody listens
+		handle func(net.Conn) // nil: no process listens
 		want   Kind           // empty: ok
 		pod    string
 		method string

@@ -18,7 +18,7 @@ func choosePortLate(_, _ string, c syscall.RawConn) error {
 }
 
 // closedByPeer reports whether an idle connection is of no more use: closed, reset, or holding
-// bytes nobody asked for. It does not wait.
+// bytes that belong to no request. It does not wait.
 func closedByPeer(c net.Conn) bool {
 	raw, err := c.(*net.TCPConn).SyscallConn()
 	if err != nil {

@@ -61,7 +61,7 @@ func alerts(t *testing.T) (names []string, urls map[string]string) {
 	return names, urls
 }
 
-// Whoever is woken finds what to do, and what is in the runbook can happen.
+// An operator who is woken finds what to do, and each entry of the runbook has an alert.
 func TestEachAlertHasAnEntryInTheRunbook(t *testing.T) {
 	page, err := os.ReadFile("../../../docs/runbook.md")
 	if err != nil {

@@ -37,7 +37,7 @@ type logind struct {
 	conn *dbus.Conn
 
 	mu sync.Mutex
-	// inhibitors are the names of those who want to be told before the computer shuts down.
+	// inhibitors are the names of the clients that delay the shutdown.
 	inhibitors []dbus.Sender
 	held       []*os.File
 }
@@ -137,8 +137,8 @@ func startLogind(t *testing.T) *logind {
 }
 
 // A node that is shut down gracefully stops its pods without deleting them: the hook tells directed
-// gateways, which lose nothing, and keeps nobody for more than 2 s. What goes through kube-proxy is
-// lost until the API server says that the pods are not ready.
+// gateways, which lose nothing, and takes 2 s at most. What goes through kube-proxy is lost until
+// the API server says that the pods are not ready.
 func TestNodeShutdown(t *testing.T) {
 	cluster.Entered(t)
 	fake := startLogind(t)
@@ -310,8 +310,8 @@ func (l *lab) testOOM(t *testing.T) {
 	w := modes()[2].work.with("Deployment", 2)
 	namespace := w.Namespace
 	l.deploy(t, w)
-	// It listens again only long after everybody has let go of it: 5 s after EndpointSlices have
-	// it, which takes a busy kubelet seconds.
+	// It listens again only long after every gateway has stopped routing to it: 5 s after
+	// EndpointSlices say so, which takes a busy kubelet seconds.
 	const back = 25
 	l.start(t, namespace, pod("hog", "node-2", func(p *corev1.Pod) {
 		p.Labels["app"] = "exit"

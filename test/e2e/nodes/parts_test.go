@@ -306,7 +306,7 @@ func (l *lab) testLivenessRestart(t *testing.T) {
 				}
 			case <-timeout:
 				l.Explain(t)
-				t.Fatal("nobody kills the container")
+				t.Fatal("the container is not killed")
 			}
 		}
 		events.Stop()

@@ -85,7 +85,7 @@ type scenario struct {
 	kind     string
 	replicas int
 	notOn    string
-	// spread: the pods are made anew, because they do not come back to a node by themselves.
+	// spread: the pods are created again, because they do not come back to a node by themselves.
 	spread bool
 	// old are the pods that go, of which left stay.
 	old  func(*corev1.Pod) bool
@@ -174,7 +174,7 @@ func (l *lab) measure(t *testing.T, s scenario, m mode, how traffic, via route) 
 	}
 	l.deploy(t, w)
 	if m.name == lameduck {
-		l.age(t, w.Namespace) // nobody else looks at it
+		l.age(t, w.Namespace) // only Lameduck considers it
 	}
 	running := map[string]*clients{}
 	for _, app := range apps {

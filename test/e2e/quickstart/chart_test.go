@@ -19,8 +19,8 @@ import (
 )
 
 // The chart on a real cluster, with certificate, secret and CA brought along by the commands of
-// operations.md: coordinators are asked, and node agents trust them, though nobody has told an
-// agent where the CA is. The release is applied by kubectl: of Helm it is the engine that is here,
+// operations.md: coordinators are asked, and node agents trust them, although no agent was
+// configured with the CA. The release is applied by kubectl: of Helm it is the engine that is here,
 // not the installer.
 func (l *lab) testOwnCertificates(t *testing.T) {
 	// Where operators make their certificate, and have the repository.

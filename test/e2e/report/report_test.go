@@ -13,7 +13,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-var update = flag.Bool("update", false, "write the golden files anew")
+var update = flag.Bool("update", false, "write the golden files")
 
 // golden compares got with a file of testdata, in which escapes are written \e.
 func golden(t *testing.T, name, got string) {
@@ -83,7 +83,7 @@ func TestTable(t *testing.T) {
 func TestTimeline(t *testing.T) {
 	awkward := []Step{
 		{12000, "kubelet", "SIGTERM"},
-		{-0.2, "somebody with a very long name", strings.Repeat("a word that is long enough ", 5)},
+		{-0.2, "a component with a very long name", strings.Repeat("a word that is long enough ", 5)},
 		{0, "kubectl", "DELETE\nwith a line break and an \x1b[31mescape"},
 		{5000, "webhook", "first of two at the same time"},
 		{5000, "agent", "second"},

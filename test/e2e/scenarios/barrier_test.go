@@ -325,8 +325,8 @@ func (b *barriers) inject(namespace string) {
 	})
 }
 
-// What is not covered is said to whoever creates the pod, and on it; pods that opt in or out
-// themselves are heard.
+// What is not covered is a warning to the client that creates the pod, and an annotation of the
+// pod. Pods can opt in or out themselves.
 func TestBarrierSaysWhatIsUncovered(t *testing.T) {
 	b := openBarriers(t)
 	namespace := b.place("barrier-uncovered", "")

@@ -192,7 +192,7 @@ func TestOneOfTwoCoordinatorsIsKilled(t *testing.T) {
 			asked.Load(), len(gone), got.Total)
 	}
 
-	// Those that a coordinator let go, and why, and those of which nobody said anything.
+	// The pods that a coordinator allowed, with the reason, and those without an answer.
 	answered := map[string]string{}
 	for _, a := range answers(t, s, ns) {
 		answered[a.Pod] = a.Reason

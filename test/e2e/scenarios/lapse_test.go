@@ -18,9 +18,9 @@ import (
 // lease is how long an exclusion stands without a coordinator.
 const lease = 60 * time.Second
 
-// A coordinator dies in the middle of a drain, and nobody comes back for the pod. It is out while
-// the lease stands, and in again once the agent has found its EndpointSlices fresh at the API
-// server.
+// A coordinator dies in the middle of a drain, and no client deletes the pod again. The pod is
+// excluded until the expiry, and routed again once the agent has found its EndpointSlices fresh at
+// the API server.
 func TestAnExclusionLapsesWithoutACoordinator(t *testing.T) {
 	// Not parallel: it takes the coordinator from all, and has an agent that does not answer.
 	s := open(t)

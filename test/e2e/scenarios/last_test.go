@@ -126,10 +126,10 @@ func TestTheOnlyReplicaIsDeletedAsWithoutLameduck(t *testing.T) {
 			})
 		}
 	}
-	t.Logf("nobody was served for %s without Lameduck, for %s with it", outage["stock"], outage["lameduck"])
+	t.Logf("no request was served for %s without Lameduck, for %s with it", outage["stock"], outage["lameduck"])
 	// The pods' start takes tenths of a second more or less each time.
 	if longer() {
-		t.Errorf("nobody was served for %s without Lameduck, for %s with it", outage["stock"], outage["lameduck"])
+		t.Errorf("no request was served for %s without Lameduck, for %s with it", outage["stock"], outage["lameduck"])
 	}
 }
 

@@ -52,7 +52,7 @@ func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 		}
 	})
 
-	people := s.Somebody(t, ns)
+	people := s.Client(t, ns)
 	logged := len(apiServerLog(t, s))
 	began := time.Now()
 	var deletions sync.WaitGroup

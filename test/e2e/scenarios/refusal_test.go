@@ -237,7 +237,7 @@ func TestASecondWebhookThatIsSlow(t *testing.T) {
 				t.Errorf("%d of %d requests failed: %v\n%v", got.Failed, got.Total, got.FailedBy, got.Failures)
 			}
 			if n := served(t, got, "waiting")[victim]; n > 0 {
-				t.Errorf("the pod has served %d requests after gateways let go of it", n)
+				t.Errorf("the pod has served %d requests after gateways stopped routing to it", n)
 			}
 			if !c.allow {
 				if n := served(t, got, "abandoned")[victim]; n == 0 {

@@ -15,12 +15,12 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// Somebody returns a client of a user who may do everything in a namespace. Unlike the
+// Client returns a client of a user who may do everything in a namespace. Unlike the
 // administrator, the user is not exempt from the flow control of the API server: the seats of
 // manifests/base/flow-control.yaml bound how many deletions reach a coordinator at one moment.
-func (s *Stage) Somebody(t testing.TB, ns string) *kubernetes.Clientset {
+func (s *Stage) Client(t testing.TB, ns string) *kubernetes.Clientset {
 	t.Helper()
-	const user = "somebody"
+	const user = "tester"
 	if _, err := s.Kube.RbacV1().RoleBindings(ns).Create(t.Context(), &rbacv1.RoleBinding{
 		ObjectMeta: metav1.ObjectMeta{Name: user},
 		RoleRef:    rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "admin"},

@@ -14,7 +14,7 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// Requests take 8 s, and so long does a gateway take to let go of a pod. A ReplicaSet that is
+// Requests take 8 s, and so long does a gateway take to acknowledge a pod. A ReplicaSet that is
 // scaled in from 8 to 4 pods must not choose other victims meanwhile: each of them would lose its
 // traffic and live on.
 func TestScaleInWithSlowAcknowledgements(t *testing.T) {

@@ -127,7 +127,7 @@ func TestTable(t *testing.T) {
 	t.Log("\n" + table(rows))
 }
 
-// setEntries has so many coordinators run anew, each with an entry. With 0 there is no webhook.
+// setEntries restarts n coordinators, each with an entry. With 0 there is no webhook.
 func setEntries(t *testing.T, s *stage.Stage, n int) {
 	t.Helper()
 	ctx := context.WithoutCancel(t.Context())
@@ -218,7 +218,7 @@ func (m *measured) many(t *testing.T, s *stage.Stage, entries int) {
 	ns, agents := namespace(t, s, "many"), namespace(t, s, "silent")
 	harness.SilentAgent(t, s, agents)
 	pods := s.PaperPods(t, ns, many)
-	client := s.Somebody(t, ns)
+	client := s.Client(t, ns)
 	began := time.Now()
 	var deletions sync.WaitGroup
 	var mu sync.Mutex

@@ -67,8 +67,8 @@ func makeUnified(path string) error {
 			return fmt.Errorf("make a control group: %w", err)
 		}
 		for controller := range strings.FieldsSeq(string(controllers)) {
-			// What is missed is said by those who need it: some cannot be had while real-time
-			// processes exist.
+			// A controller that is missing is reported where it is needed: some are not available
+			// while real-time processes exist.
 			_ = os.WriteFile(filepath.Join(dir, "cgroup.subtree_control"), []byte("+"+controller), 0o644)
 		}
 		dir = filepath.Join(dir, part)

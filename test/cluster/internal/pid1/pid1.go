@@ -15,8 +15,8 @@ import (
 )
 
 const (
-	// StageKey is the environment variable that tells a program of these tests, started anew, what
-	// it is for.
+	// StageKey is the environment variable that tells a program of these tests, when it has started
+	// itself again, what it is for.
 	StageKey = "LAMEDUCK_CLUSTER_STAGE"
 	// Stage is its value for the first process of a machine.
 	Stage = "machine"
