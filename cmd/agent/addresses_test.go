@@ -34,7 +34,7 @@ func TestCoordinatorsAreFoundWithoutTheAPIServer(t *testing.T) {
 		return said
 	})
 	if got := w.boss.heard(w.pods[0]); got >= drain.Removed {
-		t.Errorf("it says %s, and has nobody to ask which targets the pod has", got)
+		t.Errorf("it reports %s without an API server that knows which targets the pod has", got)
 	}
 	w.api.up()
 	w.until("the pod is idle", func() bool { return w.boss.heard(w.pods[0]) == drain.Idle })

@@ -108,7 +108,7 @@ func TestChecks(t *testing.T) {
 		t.Errorf("%s or %s has traffic although it is unhealthy, or drained", a, b)
 	}
 
-	// They get well again; without a check nobody is sick.
+	// They are healthy again; without a check every target is.
 	w.sicken(false, a)
 	w.untilTargets(map[string]string{a: "healthy chosen routed"})
 	w.sicken(true, a)

@@ -11,9 +11,9 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// The agent is killed at random moments of a drain, and has nobody to ask when it starts again:
-// neither coordinators nor the API server, and then the API server alone, which still calls every
-// pod ready. What it has promised, it keeps; who lives is served all the time. In every second
+// The agent is killed at random moments of a drain. When it starts again it reaches neither
+// coordinators nor the API server, and then the API server alone, which still calls every pod
+// ready. It keeps its acknowledgements, and living pods are served all the time. In every second
 // round HAProxy is reloaded while it has no agent.
 func TestKilledAgentKeepsItsPromises(t *testing.T) {
 	for _, name := range []string{"first", "second"} {
@@ -81,7 +81,7 @@ func TestLapsedExclusions(t *testing.T) {
 	w.live()
 	time.Sleep(5 * time.Second) // stored expiries are at most 3 s
 	if w.routedSince(gone, promised) || w.routedSince(back, promised) {
-		t.Fatal("routed again while nobody knows what EndpointSlices say")
+		t.Fatal("routed again although EndpointSlices cannot be read")
 	}
 	w.api.up()
 	w.until("the pods are routed again", func() bool {

@@ -23,8 +23,8 @@ func (w *world) stop() int {
 	return w.boss.left
 }
 
-// To be told to stop is no reason to leave: who leaves is waited for by nobody, and HAProxy goes
-// on. It is one once HAProxy is gone.
+// Being told to stop is no reason to leave: coordinators do not wait for an agent that has left,
+// and HAProxy continues. An agent leaves once HAProxy has ended.
 func TestAnAgentLeavesWhenItsGatewayIsGone(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 2, time.Minute)

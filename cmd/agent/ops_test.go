@@ -7,7 +7,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/agent/serving"
 )
 
-// Whoever points a probe at the agent finds three answers to three questions.
+// Probes of the agent have three paths, for three questions.
 func TestAddressesOfAnswers(t *testing.T) {
 	following := serving.New(healthTimeout)
 	following.SetEligible(false)

@@ -226,7 +226,7 @@ func TestBadFilesOfReplicasAreNamed(t *testing.T) {
 	}
 }
 
-// Whoever repairs a file wants to know all that is wrong with it.
+// All errors of a file are reported at once.
 func TestEverythingThatIsWrongIsNamed(t *testing.T) {
 	dir, getenv := environment(t)
 	bad := strings.NewReplacer("v1alpha1", "v9", "shop/web", "web", "serverName: lameduck", "serverName: ''", "1.5s",

@@ -272,7 +272,7 @@ func TestAskGoesOnWithoutTheSilent(t *testing.T) {
 	}
 	if err := drains(t.Context(), o, replicas{broken}, &out, &errs); err == nil ||
 		!strings.Contains(err.Error(), "it is ill") {
-		t.Errorf("nobody answers: %v", err)
+		t.Errorf("no replica answers: %v", err)
 	}
 }
 

@@ -71,7 +71,7 @@ func silent(t *testing.T) string {
 	return l.Addr().String()
 }
 
-// away is an address where nobody listens.
+// away is an address at which no process listens.
 func away(t *testing.T) string {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -154,7 +154,7 @@ func TestOwnHook(t *testing.T) {
 		w.WriteHeader(http.StatusInternalServerError) // which does not matter to kubelets either
 	})
 	_, port, _ := net.SplitHostPort(app)
-	nobody := away(t)
+	closed := away(t)
 	for _, c := range []struct {
 		name string
 		args []string
@@ -168,11 +168,11 @@ func TestOwnHook(t *testing.T) {
 			"--http-header=X-Why: pod stops"}, 0, "/stop?now=yes here pod stops", 0},
 		{"http without a path", []string{"--http-get=http://127.0.0.1:" + port + "/"}, 0, "/ 127.0.0.1:" + port + " ",
 			0},
-		{"http that nobody serves", []string{"--http-get=http://" + nobody + "/"}, 1, "", 0},
+		{"http without a server", []string{"--http-get=http://" + closed + "/"}, 1, "", 0},
 		{"command that is not there", []string{"--", "/no/such/command"}, 127, "", 0},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			code, out, took := call(t, append([]string{"--agent=" + nobody, "--id=x", "--container=web"}, c.args...)...)
+			code, out, took := call(t, append([]string{"--agent=" + closed, "--id=x", "--container=web"}, c.args...)...)
 			if code != c.code {
 				t.Errorf("exit code %d (%s), want %d", code, out, c.code)
 			}
@@ -188,7 +188,7 @@ func TestOwnHook(t *testing.T) {
 		})
 	}
 	t.Run("killed by a signal", func(t *testing.T) {
-		if code, out, _ := call(t, "--agent="+nobody, "--id=x", "--container=web", "--", "/bin/sh", "-c",
+		if code, out, _ := call(t, "--agent="+closed, "--id=x", "--container=web", "--", "/bin/sh", "-c",
 			"kill -9 $$"); code != 137 {
 			t.Errorf("exit code %d (%s), want 137", code, out)
 		}

@@ -112,7 +112,7 @@ func TestWhoIsExpected(t *testing.T) {
 			r.set(agentPod(fmt.Sprint("unknown-", i), "unknown"))
 		}
 		time.Sleep(10 * time.Second)
-		// Those who cannot be asked about are waited for.
+		// Agents that cannot be looked up are waited for.
 		if got := expected(); got != 10 {
 			t.Errorf("%d agents are expected, want a, b and 8 unknown", got)
 		}

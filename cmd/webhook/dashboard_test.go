@@ -29,10 +29,10 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// nobody may look.
-type nobody struct{}
+// refuseAll authenticates no caller.
+type refuseAll struct{}
 
-func (nobody) Review(context.Context, string) error { return coordinator.ErrUnauthenticated }
+func (refuseAll) Review(context.Context, string) error { return coordinator.ErrUnauthenticated }
 
 // Whatever listens on another address than loopback must speak TLS and ask who it is. Were this
 // mixed up, everybody in the pod network could read the names of all pods.
@@ -55,7 +55,7 @@ func TestTheDashboardIsOpenOnLoopbackAlone(t *testing.T) {
 			coord := coordinator.New(drain.Holder{Replica: "r"}, drain.DefaultTimes(),
 				coordinator.Options{Log: slog.New(slog.DiscardHandler),
 					Metrics: coordinator.NewMetrics(prometheus.NewRegistry())})
-			d := dashboard.New(dashboard.Options{Coordinator: coord, Reviewer: nobody{},
+			d := dashboard.New(dashboard.Options{Coordinator: coord, Reviewer: refuseAll{},
 				Log: slog.New(slog.DiscardHandler)})
 			ctx, cancel := context.WithCancel(t.Context())
 			done := make(chan error, 1)

@@ -105,7 +105,7 @@ func TestEverythingIsWrittenAndKept(t *testing.T) {
 			}
 		}
 		check("at first")
-		// Somebody writes something else; without watches it is seen within a minute.
+		// Another client overwrites it; without watches that is seen within a minute.
 		empty := installed()[2].(*admissionv1.ValidatingWebhookConfiguration)
 		if _, err := kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Update(t.Context(), empty,
 			metav1.UpdateOptions{}); err != nil {
@@ -185,8 +185,8 @@ func TestCallsFail(t *testing.T) {
 	})
 }
 
-// What is in the Secret is nonsense, or is gone: the first begins anew, the second is an error that
-// leaves what is served.
+// The Secret is damaged or deleted: a damaged one is made again, a deleted one is an error and the
+// certificate that is served stays.
 func TestTheSecretIsDamagedOrGone(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		objects := installed()
@@ -217,7 +217,7 @@ func TestTheSecretIsDamagedOrGone(t *testing.T) {
 }
 
 // With cert-manager the CA is in a file, and agents find it where they find that of the replicas.
-// What is wrong with it keeps nobody from the path.
+// Errors in it do not affect the path.
 func TestAgentsAreToldTheCAOfAnother(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kube := fake.NewClientset(installed()...)
@@ -256,7 +256,7 @@ func TestAgentsAreToldTheCAOfAnother(t *testing.T) {
 		if told() != "second" {
 			t.Errorf("told %q, want what was known", told())
 		}
-		// Nobody has to have the ConfigMap.
+		// The ConfigMap may be missing.
 		if err := kube.CoreV1().ConfigMaps("system").Delete(t.Context(), "ca", metav1.DeleteOptions{}); err != nil {
 			t.Fatal(err)
 		}
@@ -312,7 +312,7 @@ func TestReplicasDoNotWriteOverEachOthersCA(t *testing.T) {
 		if !slices.Equal(written, []string{"first", "second"}) {
 			t.Errorf("written are %d: %q", len(written), written[:min(len(written), 10)])
 		}
-		// What nobody has is not left there.
+		// CAs that no replica has are removed from it.
 		m, err := kube.CoreV1().ConfigMaps("system").Get(t.Context(), "ca", metav1.GetOptions{})
 		if err != nil {
 			t.Fatal(err)
@@ -329,7 +329,7 @@ func TestReplicasDoNotWriteOverEachOthersCA(t *testing.T) {
 	})
 }
 
-// With cert-manager the CA is somebody else's, with a secret of one's own the path is.
+// With cert-manager the CA is cert-manager's, with an operator's secret the path is the operator's.
 func TestWhatIsNotOursIsNotWritten(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		objects := installed()

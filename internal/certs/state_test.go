@@ -36,7 +36,7 @@ func works(caller, replica State, now time.Time) error {
 	return nil
 }
 
-// Whoever is less than the overlap behind, caller or replica, can call and be called. What a caller
+// Callers and replicas that are less than the overlap behind can call and be called. What a caller
 // has was written at some time after the state, and was read back before the next step.
 func TestEveryPairWorks(t *testing.T) {
 	for seed := range uint64(4) {
@@ -90,8 +90,8 @@ func TestEveryPairWorks(t *testing.T) {
 	}
 }
 
-// A set that nobody knows is not used, however long that takes; one that is known is used after the
-// overlap and not before.
+// A set is not used before all have it, however long that takes. Then it is used after the overlap,
+// and not before.
 func TestTheNextSetWaitsUntilItIsKnown(t *testing.T) {
 	now := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 	var s State
@@ -118,7 +118,7 @@ func TestTheNextSetWaitsUntilItIsKnown(t *testing.T) {
 	}
 	second := s.Next.Secret
 	if step(50*time.Hour, false) || s.Current.Secret != first {
-		t.Fatal("used although nobody knows it")
+		t.Fatal("used although it is not known")
 	}
 	if !step(0, true) || step(59*time.Minute, true) || s.Current.Secret != first {
 		t.Fatal("used before the overlap is over")
@@ -151,11 +151,11 @@ func TestReasonsForAnotherSet(t *testing.T) {
 		names []string
 		want  bool
 	}{
-		"none":               {"", names, false},
-		"fewer names":        {"", names[:1], false},
-		"somebody asks":      {"1", names, true},
-		"another name":       {"", []string{"other"}, true},
-		"another IP address": {"", []string{names[0], "10.0.0.2"}, true},
+		"none":                    {"", names, false},
+		"fewer names":             {"", names[:1], false},
+		"a rotation is requested": {"1", names, true},
+		"another name":            {"", []string{"other"}, true},
+		"another IP address":      {"", []string{names[0], "10.0.0.2"}, true},
 	} {
 		next, changed, err := s.step(now, true, c.asked, c.names, times)
 		if err != nil || changed != c.want || (next.Next != nil) != c.want {

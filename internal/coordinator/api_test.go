@@ -342,7 +342,7 @@ func TestWhatIsTooMuchIsRefusedByName(t *testing.T) {
 	}
 }
 
-// An agent that has the right in some namespaces declares Services in these, and delays nobody's
+// An agent that has the right in some namespaces declares Services in these, and delays no
 // deletions elsewhere.
 func TestRoutesInNamespacesWithoutRightAreRefused(t *testing.T) {
 	routes := func(namespaces ...string) string {

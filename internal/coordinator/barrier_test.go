@@ -342,7 +342,7 @@ func TestAHookIsAnsweredAtItsBound(t *testing.T) {
 }
 
 // Without this, a rollout of the coordinator, or the death of one replica, lets pods be stopped at
-// once, or makes them wait anew.
+// once, or makes them wait again from the start.
 func TestAnotherReplicaGoesOn(t *testing.T) {
 	for name, lose := range map[string]func(n *network, r *replica){
 		"it stops":         func(_ *network, r *replica) { r.end() },
@@ -373,7 +373,7 @@ func TestAnotherReplicaGoesOn(t *testing.T) {
 				}
 				is, ok := one.eyes.watching(p)
 				if !ok || is.Since.Sub(w.Since) > time.Millisecond || w.Since.Sub(is.Since) > time.Millisecond {
-					t.Fatalf("nobody goes on with the barrier, or its clock began again at %s, not %s", is.Since,
+					t.Fatalf("no replica continues the barrier, or its clock began again at %s, not %s", is.Since,
 						w.Since)
 				}
 				waits(t, hook)
@@ -511,8 +511,9 @@ func TestAPodThatIsGoingIsReadLive(t *testing.T) {
 	})
 }
 
-// Who has let go of a young pod is believed at once if it was seen to send to it, and else when it
-// must have heard of it: no later, and not as soon as this replica has heard of other things.
+// A report that a gateway has stopped routing to a young pod counts at once if the gateway was seen
+// to send to the pod. Otherwise it counts when the gateway must have learned of the pod: not later,
+// and not as soon as this replica has learned of other changes.
 func TestAHookOfAYoungPodWaitsForThoseWhoMayNotHaveHeardOfIt(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n, near := newNetwork(t), newNearby()
@@ -606,7 +607,7 @@ func TestAContainerThatIsRestarted(t *testing.T) {
 			t.Fatal("who directs is not told")
 		}
 		if _, ok := one.eyes.watching(p); ok {
-			t.Error("who observes is told: nothing lets go of a pod that is ready")
+			t.Error("observers are informed: no gateway stops routing to a pod that is ready")
 		}
 		time.Sleep(2*time.Second - 1)
 		waits(t, hook)

@@ -66,7 +66,7 @@ func TestAHeldCallIsReleasedByTheLastAcknowledgement(t *testing.T) {
 		if got := r.metric("lameduck_drains", "Released"); got != 0 {
 			t.Errorf("%v drains are open at the end", got)
 		}
-		// What follows a death asks nobody.
+		// A deletion after the pod is deleted asks no agent.
 		answered(t, r.hold(p, web), "Closed PodDeleted held=false after 0s")
 	})
 }
@@ -97,8 +97,8 @@ func TestACallIsHeldNoLongerThanItMay(t *testing.T) {
 	})
 }
 
-// Without this, the metric and the log of the one release that operators must know of stay silent:
-// nobody says anything when time is up.
+// Without this, the one release that operators must know of is in no metric and no log: no event
+// occurs at the deadline.
 func TestTheDeadlineReleasesAndIsWrittenDown(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
@@ -177,7 +177,7 @@ func TestTheEndsOfADrainReachTheAgents(t *testing.T) {
 		if one.exclusions.holders(dead) != "" || !one.exclusions.isDead(dead) {
 			t.Error("dead: still excluded, or not dead")
 		}
-		// Nobody asks any more, and the API server does not answer: nothing is concluded, and
+		// No caller asks any more, and the API server does not answer: nothing is concluded, and
 		// exclusions are renewed.
 		time.Sleep(2 * time.Minute)
 		if one.exclusions.holders(kept) == "" || one.exclusions.holders(gone) == "" {
@@ -349,7 +349,7 @@ func TestReplicasReleaseTheirOwnExclusionsOnly(t *testing.T) {
 			t.Errorf("held by %q", got)
 		}
 
-		// replica-0 starts anew. It knows of no drain, and readmits nothing of its former life.
+		// replica-0 restarts. It knows of no drain, and readmits nothing of its former life.
 		a.end()
 		a = n.replica("replica-0", "a2")
 		time.Sleep(3 * time.Second)
@@ -759,8 +759,8 @@ func TestAGatewayThatKeepsItsLastTargetHoldsTheDeletion(t *testing.T) {
 	})
 }
 
-// Words count as old as the message that their agent had heard last; nobody's word is from the
-// future, and one who does not tell is believed to have spoken now.
+// A report is as old as the last message that its agent had received. No report is from the future,
+// and one without a time is taken as made now.
 func TestTheClockOfTheStream(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)

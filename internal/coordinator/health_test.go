@@ -261,7 +261,7 @@ func heap() int {
 }
 
 // BenchmarkHealthView is a view of a thousand gateways with a hundred Services each, which is made
-// four times a second while somebody looks.
+// four times a second while a page is open.
 func BenchmarkHealthView(b *testing.B) {
 	var all healthReports
 	var agents []Agent

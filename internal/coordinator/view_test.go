@@ -195,7 +195,7 @@ func TestHistoryCountsWhatCounts(t *testing.T) {
 			r.seen.reported(time.Now(), "one", taken)
 		}
 		say(drain.Report{UID: a.UID, State: drain.Idle, Number: 99}) // of an earlier one
-		say(drain.Report{UID: b.UID, State: drain.Idle, Number: 2})  // of one that nobody was told of
+		say(drain.Report{UID: b.UID, State: drain.Idle, Number: 2})  // of one that was sent to no agent
 		if v := r.View(10, 10); len(v.Propagation) > 0 {
 			t.Errorf("%+v", v.Propagation)
 		}

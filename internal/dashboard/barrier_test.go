@@ -41,7 +41,7 @@ var (
 	byHTTP = &corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Path: "/v1/wait/id-1"}}
 	byExec = &corev1.LifecycleHandler{Exec: &corev1.ExecAction{Command: []string{"/lameduck/lameduck-wait", "--id=id-1",
 		"--", "sleep", "5"}}}
-	// itsOwn waits for nobody.
+	// itsOwn is a hook that is not Lameduck's.
 	itsOwn = &corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Path: "/v1/wait/another"}}
 )
 

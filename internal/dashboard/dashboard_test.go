@@ -126,8 +126,8 @@ func paths(pattern string) string {
 	return strings.NewReplacer("{name}", "app.js", "{namespace}", "shop", "{pod}", "a").Replace(pattern)
 }
 
-// Each row says who may call it, and this is what becomes of those who may not. Without it a row
-// that somebody adds may tell strangers.
+// Each row names the callers that are allowed, and the answer to the others. Without it a new row
+// may be readable without authentication.
 func TestEveryRouteKeepsItsAccess(t *testing.T) {
 	d := newDashboard(&world{})
 	for _, row := range routes {
@@ -152,7 +152,7 @@ func TestEveryRouteKeepsItsAccess(t *testing.T) {
 			{"without token", pod, func(*http.Request) {}, map[access]int{anyone: 200, readers: 401}},
 			{"with another token", pod, bearer("bad"), map[access]int{anyone: 200, readers: 401}},
 			{"with a weak token", pod, bearer("weak"), map[access]int{anyone: 200, readers: 403}},
-			{"when nobody can tell", pod, bearer("away"), map[access]int{anyone: 200, readers: 503}},
+			{"without an answer of the API server", pod, bearer("away"), map[access]int{anyone: 200, readers: 503}},
 			{"with a token", pod, bearer("good"), map[access]int{anyone: 200, readers: 200}},
 			{"with basic authentication", pod, func(r *http.Request) { r.SetBasicAuth("a", "good") },
 				map[access]int{anyone: 200, readers: 401}},
@@ -332,7 +332,7 @@ func TestOutcomesJoinNotes(t *testing.T) {
 	})
 }
 
-// Those who look share a view, and it says soon what has changed. One that takes long must not be
+// Clients share a view, and it soon shows what has changed. One that takes long must not be
 // made all the time: it is made under the lock that deletions wait for.
 func TestViewsAreRestedFrom(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -28,8 +28,8 @@ func party(id string, via drain.Via, can drain.Kind) drain.Acknowledger {
 	}
 }
 
-// What is said must be what would happen: who would be asked, by which gate, and what nobody
-// vouches for. The worst fault is to be silent on a hole.
+// The explanation must be what would happen: which agents would be asked, at which gate, and what
+// no agent can acknowledge. The worst fault is to leave out a hole.
 func TestExplanation(t *testing.T) {
 	hap, kp, mesh := party("hap", drain.Endpoints, drain.Directed), party("kp", drain.Endpoints, drain.Observed),
 		party("mesh", drain.ClusterIP, drain.Directed)

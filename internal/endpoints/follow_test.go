@@ -86,7 +86,7 @@ func TestOnlyWhatChangesIsTold(t *testing.T) {
 		{"not a pod", take, made("two", web, "10.0.0.7 ready"), "shop/web http: 10.0.0.7:80@+"},
 		{"not a pod, and not ready", take, made("two", web, "10.0.0.7 unready"), "shop/web http: 10.0.0.7:80@-"},
 		{"it is gone", take, made("two", web), "shop/web http: 10.0.0.7:80@ gone"},
-		{"of nobody's concern", take, made("else", types.NamespacedName{Namespace: "shop", Name: "else"},
+		{"of a Service that is not followed", take, made("else", types.NamespacedName{Namespace: "shop", Name: "else"},
 			"10.0.0.1@z ready"), ""},
 		{"another Service", take, made("one", api, "10.0.0.1@z ready"),
 			"shop/api : 10.0.0.1:80@z+; shop/web http: 10.0.0.1:80@z gone"},

@@ -263,7 +263,7 @@ func TestPodIsListedByItsServices(t *testing.T) {
 	wantListings(t, x, t0, "a", "shop/api shop/web:ready") // the most favourable word
 	wantListings(t, x, t0, "b", "shop/web:terminating")
 	wantListings(t, x, t0, "c", "shop/web:ready:terminating")
-	wantListings(t, x, t0, "nobody", "")
+	wantListings(t, x, t0, "unknown", "")
 }
 
 // A tenant that may write EndpointSlices may write any pod into them. A Service selects pods of its

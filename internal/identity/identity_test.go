@@ -265,7 +265,7 @@ func TestARightInSomeNamespaces(t *testing.T) {
 		if slices.Sort(s.asked); !slices.Equal(s.asked, []string{"", "bank", "edge", "shop"}) {
 			t.Errorf("asked about %q", s.asked)
 		}
-		// Such an agent is not expected before it is heard: its label delays nobody.
+		// Such an agent is not expected before it connects: its label delays no deletion.
 		if allowed, err := s.Allowed(t.Context(), who.Username); allowed || err != nil {
 			t.Errorf("everywhere: %t, %v", allowed, err)
 		}
@@ -383,7 +383,7 @@ func TestStrangersDoNotKeepAgentsOut(t *testing.T) {
 		}
 		all.Wait()
 		if refused.Load() == 0 {
-			t.Error("nobody is refused")
+			t.Error("no call is refused")
 		}
 		if _, err := s.Authenticate(t.Context(), strings.Repeat("x", maxToken+1)); !errors.Is(err,
 			coordinator.ErrUnauthenticated) {

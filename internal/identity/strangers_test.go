@@ -54,7 +54,7 @@ func TestMadeUpTokensDoNotKeepNewTokensOut(t *testing.T) {
 					time.Sleep(10 * time.Second)
 					for n := range agents {
 						if n == 0 && name == "a known agent" {
-							continue // whoever knows its UID delays this one
+							continue // callers that know its UID delay this one
 						}
 						began, last := time.Now(), error(nil)
 						for time.Since(began) < time.Minute {

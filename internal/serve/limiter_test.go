@@ -20,7 +20,7 @@ import (
 
 // Strangers open as many connections as there may be, send one request behind the other, and read
 // none of the answers: the server hangs in its writes. They connect again as soon as they are
-// closed. Whoever asks once, from the same address, has to be answered all the same.
+// closed. A client that sends one request, from the same address, is answered all the same.
 //
 // The kernel's send buffer of a loopback connection is megabytes; over a network, to a peer that
 // closes its window at once, it is about 64 KiB. narrow sets that.

@@ -64,7 +64,7 @@ func TestAll(t *testing.T) {
 	}
 }
 
-// An error that wraps Canceled is an error as any other, if nobody has asked the process to end.
+// An error that wraps Canceled is an ordinary error if the process was not asked to end.
 func TestAllReportsATaskThatSaysCanceled(t *testing.T) {
 	err := All(t.Context(), Task{Name: "odd", Run: func(context.Context) error {
 		return fmt.Errorf("dial: %w", context.Canceled)

@@ -185,8 +185,8 @@ func TestServerCutsSlowBodies(t *testing.T) {
 	}
 }
 
-// Somebody who opens connections and says nothing must not keep out those who ask, nor cut those
-// who are being answered.
+// A client that opens connections and sends nothing must not keep out clients that send requests,
+// nor interrupt answers.
 func TestServerMakesRoom(t *testing.T) {
 	const most = 5
 	secure, trust := certified(t)
@@ -236,7 +236,7 @@ func TestServerMakesRoom(t *testing.T) {
 		silent = append(silent, conn)
 	}
 	if err := ask("/"); err != nil {
-		t.Errorf("somebody who asks: %v", err)
+		t.Errorf("a client that sends a request: %v", err)
 	}
 	closed := 0
 	for _, conn := range silent {

@@ -12,7 +12,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Somebody who asks must get what somebody would get who deletes, and nothing may come of it.
+// The explanation must be the answer that a deletion would get, and must change nothing.
 func TestExplain(t *testing.T) {
 	budget := func(allowed int32) *policyv1.PodDisruptionBudget {
 		return &policyv1.PodDisruptionBudget{
@@ -44,8 +44,8 @@ func TestExplain(t *testing.T) {
 			true},
 		"it is the last": {Delete, func(w *world) { w.slices.usable[webService] = []health.UID{"uid-a"} }, Allow,
 			LastTarget, false},
-		"its mode is off":  {Delete, func(w *world) { w.a.Labels[keys.Mode] = keys.Off }, Allow, ModeOff, false},
-		"nobody routes it": {Delete, func(w *world) { w.ledger.routed = nil }, Allow, NotRouted, false},
+		"its mode is off":      {Delete, func(w *world) { w.a.Labels[keys.Mode] = keys.Off }, Allow, ModeOff, false},
+		"no gateway routes it": {Delete, func(w *world) { w.ledger.routed = nil }, Allow, NotRouted, false},
 		"it is terminating": {Delete, func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, Allow,
 			Terminating, false},
 	} {

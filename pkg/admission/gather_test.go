@@ -173,7 +173,7 @@ func TestGather(t *testing.T) {
 			q.pod.Status.Conditions = nil
 		}, func(f *Facts) { f.Ready, f.NotReadyFor = false, longNotReady }},
 		"no agents": {func(w *world, _ *request) { w.ledger.expected = 0 }, func(f *Facts) { f.Agents = 0 }},
-		"nobody routes it": {func(w *world, _ *request) { w.ledger.routed = nil }, func(f *Facts) {
+		"no gateway routes it": {func(w *world, _ *request) { w.ledger.routed = nil }, func(f *Facts) {
 			f.CouldRoute = false
 		}},
 		"allowed in vain": {func(w *world, _ *request) { w.ledger.refused = 3 }, func(f *Facts) { f.Refused = 3 }},
@@ -247,7 +247,7 @@ func TestGatherLooksUpThePodOfAnEviction(t *testing.T) {
 		t.Errorf("request (-want +got):\n%s", diff)
 	}
 	q := w.evictA()
-	q.name = "nobody"
+	q.name = "unknown"
 	if f, s, err := w.Cluster.gather(t.Context(), time.Now(), q); err != nil || !f.Unknown || s.pod != nil {
 		t.Errorf("unknown: %+v, pod %v, %v", f, s.pod, err)
 	}
@@ -364,8 +364,8 @@ func because(b *policyv1.PodDisruptionBudget, reason string) *policyv1.PodDisrup
 	return b
 }
 
-// What the API server refuses with another code than 429 is its to refuse: nothing is unrouted for
-// it, and nobody told to come back.
+// Where the API server refuses with another code than 429, the refusal is left to it: no pod is
+// excluded for it, and no caller is asked to retry.
 func TestBudgetsThatTheAPIServerRefuses(t *testing.T) {
 	app := map[string]string{"app": "web"}
 	for name, set := range map[string]func(w *world){

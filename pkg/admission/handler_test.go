@@ -195,7 +195,7 @@ func TestWarningsAndEventsOnlyWhenAbnormal(t *testing.T) {
 		event   string
 	}{
 		"acknowledged": {func(*world) {}, true, "Acknowledged", "", ""},
-		"nobody owes": {func(w *world) { w.status(drain.Released, drain.NoAgents, 0, false, nil) }, true,
+		"no agent must acknowledge": {func(w *world) { w.status(drain.Released, drain.NoAgents, 0, false, nil) }, true,
 			"NoAgents", "", ""},
 		"dead": {func(w *world) { w.status(drain.Closed, drain.PodDeleted, 0, false, nil) }, true,
 			"PodDeleted", "", ""},
@@ -336,7 +336,7 @@ func TestWhatMustNotUnroute(t *testing.T) {
 			w.reader.broken = "*v1.Namespace"
 			return deletion(w.a, options(`{"dryRun":["All"]}`))
 		},
-		"an eviction of nobody": func(w *world) *admissionv1.AdmissionReview {
+		"an eviction of an unknown pod": func(w *world) *admissionv1.AdmissionReview {
 			return eviction(runningPod("c"), "policy/v1beta1", "")
 		},
 		"an excluded namespace": func(w *world) *admissionv1.AdmissionReview {

@@ -313,7 +313,7 @@ func TestMutateAgain(t *testing.T) {
 			}
 		})
 	}
-	// A copy whose grace period somebody has changed has that for itself.
+	// A copy whose grace period was changed keeps that.
 	pod := apply(t, webPod(), mutate(webPod(), in(""), "FIRST", testBarrier))
 	pod.Spec.TerminationGracePeriodSeconds = ptr.To(int64(90))
 	if got := apply(t, pod, mutate(pod, in(""),

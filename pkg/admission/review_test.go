@@ -102,7 +102,7 @@ func TestMalformedReviews(t *testing.T) {
 		})), "", 400, "request.object is empty"},
 		"an eviction's wrong options": {text(eviction(pod, "policy/v1", `{"dryRun":"All"}`)), "", 400,
 			"decode request.object: json: cannot unmarshal string"},
-		"an eviction of nobody": {text(eviction(pod, "policy/v1", "", func(r *admissionv1.AdmissionRequest) {
+		"an eviction without a name": {text(eviction(pod, "policy/v1", "", func(r *admissionv1.AdmissionRequest) {
 			r.Name = ""
 			r.Object.Raw = []byte(`{"kind":"Eviction"}`)
 		})), "", 400, "the review names no pod"},

@@ -31,11 +31,10 @@ import (
 	agentclient "github.com/lameduck-io/lameduck/internal/agent/client"
 )
 
-// haproxy is an agent whose gateway lets go of a pod in a tenth of a second, and keeps the last
-// one.
+// haproxy is an agent whose gateway stops routing to a pod within 100 ms, and keeps the last one.
 type haproxy struct {
 	*agentclient.Client
-	// unrouted is told of each pod that is excluded, and says whether it can be let go of.
+	// unrouted is called for each pod that is excluded, and reports whether it can be removed.
 	unrouted func(drain.UID) bool
 
 	mu   sync.Mutex
@@ -391,9 +390,9 @@ func TestQueuedAndSuspendedAreSaid(t *testing.T) {
 	}
 }
 
-// A gateway that is away and not waited for is named in the log, for whoever looks for the reason
-// of a lost request. It is no warning: a cluster with a node that is not ready would have one at
-// each deletion.
+// A gateway that is away and not waited for is named in the log, as a possible reason of a lost
+// request. It is no warning: a cluster with a node that is not ready would have one at each
+// deletion.
 func TestWhoIsAwayIsNamed(t *testing.T) {
 	for _, reason := range []drain.Reason{drain.Acknowledged, drain.NoAgents} {
 		w := newWorld(t)

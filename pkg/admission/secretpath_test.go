@@ -81,8 +81,8 @@ func (u unread) Read([]byte) (int, error) {
 	return 0, io.EOF
 }
 
-// Rule 10: whoever can post a review could have pods unrouted. A stranger must not learn either
-// whether there is such a path.
+// Rule 10: a client that can post a review could have pods excluded. A client without the path must
+// not learn either whether there is one.
 func TestDoorIsClosedToStrangers(t *testing.T) {
 	w := newDoor(t, secretOne+"\n")
 	if !w.opens(secretOne) {

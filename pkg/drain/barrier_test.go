@@ -232,7 +232,7 @@ func TestEachIsToldItsPart(t *testing.T) {
 	w.wantBarrier(p, "Unrouting edge:unknown node-1:unknown")
 	// A stream that is opened now hears the same.
 	if _, _, got := w.hears("edge", 0); got != "drain uid-a" {
-		t.Errorf("anew, it is told %q", got)
+		t.Errorf("after it connected again, it is sent %q", got)
 	}
 	w.GatePassed(w.now, AtBarrier, p.UID)
 	for id, want := range map[AgentID]string{"edge": "release uid-a dead", "prompt": "release uid-a dead",
@@ -286,7 +286,7 @@ func TestTheLastTarget(t *testing.T) {
 			w.wantBarrier(p, c.now)
 			if at := w.Status(w.now, AtBarrier, p.UID).Recheck; c.settled != c.now &&
 				!at.Equal(w.now.Add(time.Second)) {
-				t.Errorf("nobody looks again when it has settled, but at %s", at.Sub(t0))
+				t.Errorf("the next look is not when it has settled, but at %s", at.Sub(t0))
 			}
 			w.pass(time.Second)
 			w.wantBarrier(p, c.settled)
@@ -353,7 +353,7 @@ func TestStatedWaitsRunBesideTheAcknowledgements(t *testing.T) {
 	}
 	w.pass(7 * time.Second)
 	w.wantBarrier(p, "Released Acknowledged")
-	// Nobody to ask, and a wait that is longer than the bound.
+	// No agent to ask, and a wait that is longer than the bound.
 	w = newWorld(t)
 	w.open(p, "node-1", func(b *Barrier) { b.Stated = time.Minute })
 	w.wantBarrier(p, "Quiescing")
@@ -412,7 +412,7 @@ func TestTheBoundsOfTheBarrier(t *testing.T) {
 	w.open(q, "node-1", func(b *Barrier) { b.Stated = time.Second })
 	w.pass(5 * time.Second)
 	w.wantBarrier(q, "Released Deadline node-1:unknown node-2:unknown")
-	// It is forgotten in the end, whether or not somebody tells of the pod's.
+	// It is forgotten in the end, also if the end of the pod is not reported.
 	w.pass(11 * time.Minute)
 	w.Tick(w.now)
 	if all := w.all(AtBarrier); len(all) != 0 {
@@ -437,7 +437,7 @@ func TestWhoIsAwayAtTheBarrier(t *testing.T) {
 	w.wantBarrier(p, "Unrouting node-2:unknown")
 	w.Expect(w.now, []Expected{node("node-1", true), node("node-2", false), node("node-3", false)})
 	w.wantBarrier(p, "Released Acknowledged")
-	// It is named all the same, until it is there again or nobody expects it.
+	// It is named all the same, until it is back or is not expected any more.
 	away := func(want ...AgentID) {
 		t.Helper()
 		s := w.Status(w.now, AtBarrier, p.UID)
@@ -656,8 +656,8 @@ func TestWhatIsLearntIsForgotten(t *testing.T) {
 	}
 }
 
-// A container that is restarted is unrouted until its pod is ready again, and that is held against
-// nobody.
+// A pod with a container that restarts is excluded until it is ready again. No agent is suspended
+// for that.
 func TestRestarts(t *testing.T) {
 	w := newWorld(t)
 	w.join("edge", web)
@@ -727,8 +727,8 @@ func TestStatedWaitsAreRead(t *testing.T) {
 	}
 }
 
-// Whoever may annotate a Service states its wait. Whatever they write is refused, or is a wait: one
-// that is less than nothing would not be waited for.
+// Clients that may annotate a Service state its wait. Any text is refused, or is a wait; a negative
+// wait would not be waited for.
 func FuzzParseStatedWait(f *testing.F) {
 	for _, text := range []string{"30s", "-1s", "checkInterval=10s,unhealthyThreshold=3,timeout=5s",
 		"checkInterval=1h,unhealthyThreshold=1000", "=", "timeout=1s,timeout=1s", "at most 1m,checkInterval=9s",

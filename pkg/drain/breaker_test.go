@@ -65,7 +65,7 @@ func TestAnAgentThatLetsThreeDrainsExpireIsSuspended(t *testing.T) {
 	w.want(c, "Released Deadline bad:unknown")
 	w.want(c, "Released Deadline bad:unknown")
 	w.wantSuspensions("-bad")
-	// A drain that waited for it is released, and those who wait for that are woken.
+	// A drain that waited for it is released, and its callers are woken.
 	w.want(later, "Released Acknowledged")
 	if got := w.Changed(AtHold); !slices.Contains(got, later.UID) {
 		t.Errorf("touched %v", got)
@@ -426,7 +426,7 @@ func TestReplicasAgreeOnWhoIsSuspended(t *testing.T) {
 	}
 }
 
-// The drains of both replicas expire at the same moment: that is one strike, whoever counts it
+// The drains of both replicas expire at the same moment: that is one strike, whichever counts it
 // first. Nor does the chance that an agent gets after the memory bound end because the other
 // replica gives it a second later.
 func TestReplicasCountAStrikeOnce(t *testing.T) {
@@ -496,9 +496,9 @@ func TestAnAgentIsNotSuspendedForDrainsItWasToldOfLate(t *testing.T) {
 	}
 }
 
-// A pod that was deleted with a short grace, just after it became ready: those who have let go are
-// not believed in time, which is nobody's fault. Without this, three of them suspend every node
-// agent, and no barrier waits for anybody any more.
+// A pod was deleted with a short grace period just after it became ready: agents that have
+// acknowledged are not believed in time, which is not their fault. Without this, three such pods
+// suspend every node agent, and no barrier waits for an agent any more.
 func TestWhoIsNotBelievedOfAYoungPodIsNotToBlame(t *testing.T) {
 	w := newWorld(t)
 	w.observe("node-1")

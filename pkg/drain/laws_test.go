@@ -11,8 +11,7 @@ import (
 
 // What the ledger keeps so that an event costs only those whom it concerns must never show: the
 // agents that an indexed drain owes are those that a look at every agent finds, and whatever
-// changes a drain's phase other than time names it in Touched, so that those who wait for it are
-// woken.
+// changes a drain's phase other than time names it in Touched, so that its callers are woken.
 func TestIndexesNeverShow(t *testing.T) {
 	for seed := range uint64(200) {
 		r := rand.New(rand.NewPCG(seed, 1))
@@ -82,9 +81,9 @@ func TestIndexesNeverShow(t *testing.T) {
 	}
 }
 
-// Whoever waits looks at a drain when it is touched, and when time may have changed it, and not in
-// between: of many words in a row all but the last are taken without that anybody looks. Still no
-// change of a phase may be missed.
+// A caller looks at a drain when it is touched and when time may have changed it, and not in
+// between: of many reports in a row only the last is followed by a look. Still no change of a phase
+// may be missed.
 func TestNoChangeIsMissedByWhoLooksOnlyWhenTouched(t *testing.T) {
 	unseen := 0
 	for seed := range uint64(300) {
@@ -340,9 +339,9 @@ func TestAStepBackOfAnotherAgentIsTouched(t *testing.T) {
 	}
 }
 
-// Whoever keeps a drain in its phase may go without a word. Without this, the last word of those
-// who are left is not taken for one that matters by a caller that has not looked at the drain
-// meanwhile.
+// An agent that keeps a drain in its phase may disappear without a report. Without this, a caller
+// that has not looked at the drain meanwhile does not learn that the last report of the other
+// agents mattered.
 func TestTheLastWordMattersAfterAnotherHasLeft(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
@@ -358,9 +357,9 @@ func TestTheLastWordMattersAfterAnotherHasLeft(t *testing.T) {
 	}
 }
 
-// Those who have let go and are not idle yet do not keep a drain from Quiescing, though they are
-// waited for.
-func TestTheLastToLetGoIsTouched(t *testing.T) {
+// Agents that reported Removed and not Idle yet do not keep a drain from Quiescing, although they
+// are waited for.
+func TestTheLastRemovedTouches(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
 	w.join("one", web)

@@ -120,7 +120,7 @@ func line(s Status) string {
 }
 
 // A pod is the last target of web, and not of api. The gateways of web may keep it there, and must
-// let go of it in api.
+// remove it from api.
 func TestAPodThatIsKeptInOneServiceLeavesTheOthers(t *testing.T) {
 	p := pod("a")
 	both := []Targets{usable(api, "a", "b"), usable(web, "a")}
@@ -166,7 +166,7 @@ func TestAPodThatIsKeptInOneServiceLeavesTheOthers(t *testing.T) {
 	w.want(p, "Released LastTarget")
 	w.Ask(w.now, p, []Targets{usable(web, "a", "c")}, Place{})
 	w.want(p, "Unrouting one:kept")
-	// At the barrier it is terminating, and the gateway has to let go of it there as well.
+	// At the barrier it is terminating, and the gateway has to remove it there as well.
 	w.Ask(w.now, p, []Targets{usable(web, "a")}, Place{})
 	w.want(p, "Released LastTarget")
 	w.open(p, "node-1")
@@ -184,7 +184,7 @@ func TestAcknowledgementsAreLevels(t *testing.T) {
 		"the report gets worse": {func(w *world) { w.say("one", p, Routing) }, "Unrouting one:routing"},
 		"the session ends": {func(w *world) { w.Disconnect(w.now, "one", w.sessions["one"]) },
 			"Unrouting one:unknown"},
-		"the agent comes anew":      {func(w *world) { w.Connect(w.now, "one", Hello{}) }, "Unrouting one:unknown"},
+		"the agent connects again":  {func(w *world) { w.Connect(w.now, "one", Hello{}) }, "Unrouting one:unknown"},
 		"the report is too old":     {func(w *world) { w.pass(15*time.Second + 1) }, "Unrouting one:unknown"},
 		"another agent declares it": {func(w *world) { w.join("two", web) }, "Unrouting two:unknown"},
 		"a Service is added":        {func(w *world) { w.join("two", api); w.ask(p, api) }, "Unrouting two:unknown"},
@@ -240,7 +240,7 @@ func TestWhoIsOwed(t *testing.T) {
 		set  func(w *world)
 		want string
 	}{
-		"nobody": {func(*world) {}, "Released NoAgents"},
+		"no agent": {func(*world) {}, "Released NoAgents"},
 		"routes by clusterIP": {func(w *world) {
 			w.declare("one", Route{web, ClusterIP, Directed, PerRequest})
 		}, "Released NoAgents"},
@@ -410,7 +410,7 @@ func TestAbandonedOnKnowledgeOnly(t *testing.T) {
 		t.Fatalf("looked into after 44 s: %v", got)
 	}
 	if w.NotTerminating(w.now, p.UID) {
-		t.Fatal("abandoned by a read that nobody needed")
+		t.Fatal("abandoned by a read that was not needed")
 	}
 	w.pass(time.Second)
 	if got, _ := w.Tick(w.now); len(got) != 1 || got[0] != p {
@@ -419,7 +419,7 @@ func TestAbandonedOnKnowledgeOnly(t *testing.T) {
 	if got, _ := w.Tick(w.now); got != nil {
 		t.Fatalf("looked into twice at once: %v", got)
 	}
-	answered := w.Hold(p.UID) // somebody asks while the read is under way
+	answered := w.Hold(p.UID) // a caller asks while the read is under way
 	if w.NotTerminating(w.now, p.UID) {
 		t.Fatal("abandoned while a call is held")
 	}
@@ -781,7 +781,7 @@ func TestAnAgentThatTheAPIDoesNotListMayComeBack(t *testing.T) {
 	w.pass(10 * time.Second)
 	w.Tick(w.now)
 	if len(w.agents) != 0 {
-		t.Errorf("agents that nobody knows any more are kept: %d", len(w.agents))
+		t.Errorf("agents without a stream or a drain are kept: %d", len(w.agents))
 	}
 }
 
@@ -854,7 +854,7 @@ func TestLeave(t *testing.T) {
 			w.want(p, "Unrouting one:unknown")
 			w.Changed(AtHold)
 			if !w.Leave("one", w.sessions["one"]) || !slices.Equal(w.Changed(AtHold), []UID{p.UID}) {
-				t.Error("nobody is woken")
+				t.Error("no caller is woken")
 			}
 			c.then(w)
 			w.want(p, c.want)

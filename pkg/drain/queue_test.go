@@ -39,7 +39,7 @@ func (w *world) wantPhases(want string) {
 	}
 }
 
-// told lists the pods that an agent is told to let go of.
+// told lists the pods that an agent is asked to exclude.
 func (w *world) told(id AgentID) string {
 	open, _, _ := w.ChangesFor(id, 0)
 	var names []string
@@ -194,7 +194,7 @@ func TestQueuedDrainsEndLikeEveryOther(t *testing.T) {
 		}
 		w.wantPhases("b:Unrouting")
 	})
-	t.Run("nobody owes it", func(t *testing.T) {
+	t.Run("no agent must acknowledge it", func(t *testing.T) {
 		w := setup(t)
 		w.Leave("one", w.sessions["one"])
 		w.wantPhases("a:Released/NoAgents b:Released/NoAgents")
@@ -248,7 +248,7 @@ func TestWhatTakesNoRoom(t *testing.T) {
 	// It is found in a Service that is full, and is unrouted already.
 	w.Ask(w.now, pod("x"), []Targets{usable(web, "a", "b", "x")}, Place{})
 	w.wantPhases("a:Unrouting unready:Unrouting x:Unrouting y:Unrouting")
-	// It takes room there from then on, and so would it if nobody had said so, as agents tell.
+	// It takes capacity there from then on. It would also if only agents had reported it.
 	w.GatePassed(w.now, AtHold, pod("a").UID)
 	w.Ask(w.now, pod("b"), []Targets{usable(web, "b", "x", "z")}, Place{})
 	w.wantPhases("b:Queued unready:Unrouting x:Unrouting y:Unrouting")
@@ -287,7 +287,7 @@ func TestOtherReplicasDrainsTakeRoom(t *testing.T) {
 	w.Ask(w.now, pod("b"), []Targets{targets}, Place{})
 	w.Ask(w.now, pod("c"), []Targets{targets}, Place{})
 	w.wantPhases("b:Unrouting c:Queued")
-	// Another replica unroutes what is queued here: it costs no more room, and those who ask here
+	// Another replica excludes what is queued here: it takes no more capacity, and the callers here
 	// wait for it.
 	w.Changed(AtHold)
 	w.Polled(w.now, []Shared{{Drains: []Claim{{Pod: pod("a")}, {Pod: pod("c")}}}}, false)
@@ -314,8 +314,9 @@ func TestARestartLeavesThePlaceAsItIs(t *testing.T) {
 	w.wantPhases("a:Queued")
 }
 
-// After whatever happens: no drain waits that has room, none goes while an older one of the same
-// Services waits, and whoever is let in finds no more than half of the targets unrouted.
+// After any sequence of events: no drain is queued while there is capacity, none starts while an
+// older one of the same Services is queued, and each starts with at most half of the targets
+// excluded.
 func TestTheBoundHolds(t *testing.T) {
 	all := []string{"a", "b", "c", "d", "e", "f", "g"}
 	for seed := range uint64(60) {

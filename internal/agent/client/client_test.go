@@ -394,7 +394,7 @@ func TestWhatIsNotAStreamIsReportedAndTriedAgain(t *testing.T) {
 		"no hello": {[]string{`{"type":"synced"}`}, "first message is not a hello of protocol 1"},
 		"another protocol": {[]string{strings.Replace(hello, `"protocol":1`, `"protocol":2`, 1)},
 			"first message is not a hello of protocol 1"},
-		"a hello of nobody": {[]string{`{"type":"hello"}`}, "first message is not a hello"},
+		"a hello without a holder": {[]string{`{"type":"hello"}`}, "first message is not a hello"},
 		"no times": {[]string{strings.Replace(hello, `"expiryMillis":60000`, `"expiryMillis":0`, 1)},
 			"hello names no times"},
 		"no JSON": {[]string{hello, `<html>`}, `message "<html>"`},
@@ -650,7 +650,7 @@ func TestReportsRepeatTheNumberOfTheDrain(t *testing.T) {
 	})
 }
 
-// Without this, a coordinator takes for new what was read before somebody stood still.
+// Without this, a coordinator takes a reading for new that was made before a process was stopped.
 func TestReportsRepeatTheTimeOfTheLastMessage(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newScript(t)

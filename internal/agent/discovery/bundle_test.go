@@ -44,7 +44,7 @@ func TestBundleFollowsTheirFile(t *testing.T) {
 		return err
 	}
 	if dial() == nil {
-		t.Fatal("a certificate that nobody trusts was accepted")
+		t.Fatal("a certificate of an unknown CA was accepted")
 	}
 	write(other + ca)
 	if err := dial(); err != nil {
@@ -85,7 +85,7 @@ func TestAnEmptyBundleTrustsNobody(t *testing.T) {
 	conn.Close()
 }
 
-// other is a certificate, of nobody.
+// other is a certificate without an owner.
 const other = `-----BEGIN CERTIFICATE-----
 MIIBeTCCAR+gAwIBAgIUG7+2Bz2LrZWSdyS7g9u7CsnNIwwwCgYIKoZIzj0EAwIw
 ETEPMA0GA1UEAwwGbm9ib2R5MCAXDTI2MTEyMTE2MDIyNVoYDzIxMjYxMDI4MTYw

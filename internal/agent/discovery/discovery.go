@@ -38,7 +38,7 @@ type Config struct {
 	Addresses []string `json:"addresses,omitempty"`
 	// ServerName is the name in their certificate.
 	ServerName string `json:"serverName"`
-	// CAFile holds the certificates of those who may sign theirs, PEM. Read again for each
+	// CAFile holds the certificates of the CAs that may sign theirs, PEM. Read again for each
 	// connection.
 	CAFile string `json:"caFile,omitempty"`
 	// CAConfigMap is namespace/name of a ConfigMap that has these certificates as ca.crt, in place

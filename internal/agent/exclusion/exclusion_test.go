@@ -97,7 +97,7 @@ func TestNothingIsTakenOutBeforeItIsOnDisk(t *testing.T) {
 	}
 }
 
-// A pod of which the gateway has no server is idle at once. Nobody may hear that before the
+// A pod of which the gateway has no server is idle at once. That must not be reported before the
 // exclusion is on disk.
 func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 	dir := t.TempDir()
@@ -258,9 +258,9 @@ func TestReportsNameTheServicesThatKeepAPod(t *testing.T) {
 	}
 }
 
-// Many call changed at the same time: what the gateway does, what is on disk. Whoever reads a state
-// and writes it down after a newer one leaves the old one behind, and a change back to that is then
-// no news: nobody hears that the pod is routed again.
+// The gateway and the journal call changed at the same time. A call that reads a state and records
+// it after a newer one would leave the old one recorded. A change back to the old state would then
+// not be reported: coordinators would not learn that the pod is routed again.
 func TestTheLastStateWrittenDownIsTheLast(t *testing.T) {
 	t.Parallel()
 	j, stop := kept(t, "")

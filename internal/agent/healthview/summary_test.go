@@ -80,7 +80,7 @@ func TestSummariesCountEachTargetOnce(t *testing.T) {
 		t.Errorf("%+v", empty)
 	}
 	if b.look(); b.Last() != got {
-		t.Error("the same is told anew")
+		t.Error("the same is reported again")
 	}
 	probe(map[health.UID]health.Outcome{"good": {Kind: health.HTTPFailure, Code: 500}})
 	b.look()

@@ -47,18 +47,18 @@ func newTestNode(t *testing.T) *testNode {
 	n := &testNode{T: t, k: k, registry: prometheus.NewRegistry()}
 	live := func(context.Context, drain.Pod) (nodepods.Pod, bool, error) {
 		if n.liven == nil {
-			return nodepods.Pod{}, false, errors.New("nobody is there")
+			return nodepods.Pod{}, false, errors.New("no API server")
 		}
 		return n.liven()
 	}
 	n.Server = New(nodepods.New(nil, slog.New(slog.DiscardHandler)), k, live, nil, n.registry,
 		slog.New(slog.DiscardHandler))
-	n.nobody()
+	n.unreachable()
 	return n
 }
 
-// nobody: no coordinator can be asked.
-func (n *testNode) nobody() {
+// unreachable: no coordinator can be asked.
+func (n *testNode) unreachable() {
 	n.ask = func(_ context.Context, b wire.BarrierRequest) (wire.BarrierStatus, error) {
 		n.asked = append(n.asked, b)
 		return wire.BarrierStatus{}, client.ErrNoCoordinator
@@ -182,7 +182,7 @@ func TestHooksEnd(t *testing.T) {
 			},
 			code: 200, prefix: "Bound", counts: outBound, least: 30 * time.Second, most: 30 * time.Second,
 		},
-		"somebody deletes with less grace": {
+		"a client deletes with less grace": {
 			before: func(n *testNode) {
 				n.ask = func(ctx context.Context, _ wire.BarrierRequest) (wire.BarrierStatus, error) {
 					<-ctx.Done()
@@ -442,7 +442,7 @@ func TestHooksEnd(t *testing.T) {
 			},
 			code: 200, prefix: "Restart", counts: outRestart,
 		},
-		"a container is restarted, and nobody answers": {
+		"a container is restarted, and no coordinator answers": {
 			before: func(n *testNode) {
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.live = func(ctx context.Context, _ drain.Pod) (nodepods.Pod, bool, error) {
@@ -508,13 +508,13 @@ func TestHooksEnd(t *testing.T) {
 	}
 }
 
-// Without this, whoever can reach the node's address keeps its agent busy without end.
+// Without this, any client that can reach the node's address can keep its agent busy.
 func TestWaitsAreBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
 		var all []chan got
 		for range maxUnknown + 5 {
-			all = append(all, n.hook("nobody"))
+			all = append(all, n.hook("unknown"))
 		}
 		codes := map[int]int{}
 		for _, h := range all {
@@ -534,9 +534,9 @@ func TestWaitsAreBounded(t *testing.T) {
 	})
 }
 
-// Without this, whoever can read a pod's annotation and reach the node's port has a pod that nobody
-// deletes taken out of every directed gateway. Kubelets call from the node's own addresses, hooks
-// of kind exec from their pod's.
+// Without this, a client that can read a pod's annotation and reach the node's port could have a
+// pod that is not deleted taken out of every directed gateway. Kubelets call from the node's own
+// addresses, hooks of kind exec from their pod's.
 func TestHooksComeFromTheNodeOrTheirPod(t *testing.T) {
 	for from, code := range map[string]int{
 		"127.0.0.1": 200, "127.9.9.9": 200, "::1": 200, "192.0.2.7": 200, "::ffff:192.0.2.7": 200, "2001:db8::7": 200,
@@ -575,11 +575,11 @@ func TestStrangersDoNotFillThePlacesForUnknownIDs(t *testing.T) {
 		n := newTestNode(t)
 		n.addresses = func() ([]net.Addr, error) { return nil, nil }
 		for range 100 {
-			n.hookFrom("nobody", "203.0.113.9")
+			n.hookFrom("unknown", "203.0.113.9")
 		}
 		other := n.hookFrom("id-b", "203.0.113.10")
 		for i := range 100 {
-			n.hookFrom("nobody", fmt.Sprintf("198.51.100.%d", i))
+			n.hookFrom("unknown", fmt.Sprintf("198.51.100.%d", i))
 		}
 		local := n.hook("id-a")
 		n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)

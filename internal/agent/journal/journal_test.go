@@ -169,7 +169,7 @@ func TestWhatIsSyncedIsThereAfterRestart(t *testing.T) {
 	j.Readmit(uid(2), "a/1")
 	j.Terminate(now, uid(3))
 	j.Readmit(uid(3), "a/1")
-	j.Readmit(uid(3), "nobody/1")
+	j.Readmit(uid(3), "unknown/1")
 	want := j.Exclusions()
 	stop()
 

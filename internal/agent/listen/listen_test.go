@@ -67,8 +67,7 @@ func answeredBy(t *testing.T, address, want string) {
 	agenttest.Until(t, want+" answers", func() bool { got, err := hook(address); return err == nil && got == want })
 }
 
-// answersFor asks without a pause for so long, and checks that it is always one of those who
-// answers.
+// answersFor sends requests without a pause for so long, and checks that one of by answers each.
 func answersFor(t *testing.T, address string, long time.Duration, by ...string) {
 	t.Helper()
 	for end := time.Now().Add(long); time.Now().Before(end); {
@@ -78,8 +77,8 @@ func answersFor(t *testing.T, address string, long time.Duration, by ...string) 
 	}
 }
 
-// While agents replace one another, ten times, somebody asks without a pause, and somebody is
-// always there to answer: first the old one alone, then either, then the new one alone. What may be
+// While agents replace one another, ten times, a client sends requests without a pause, and an
+// agent answers each: first the old one alone, then either, then the new one alone. What may be
 // lost is what is in the queue of the old one at the very moment in which it closes that: one
 // connection of each of the four who ask.
 func TestAgentsShareTheAddressOfHooks(t *testing.T) {

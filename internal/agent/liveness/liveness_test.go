@@ -151,7 +151,7 @@ func TestNodeEligibility(t *testing.T) {
 	})
 }
 
-// Without the right to see nodes, or without an API server, nobody may be sent away.
+// Without the right to read nodes, or without an API server, no node becomes ineligible.
 func TestANodeThatCannotBeWatchedStaysEligible(t *testing.T) {
 	kube := fake.NewClientset()
 	kube.PrependReactor("list", "nodes", func(clienttesting.Action) (bool, runtime.Object, error) {

@@ -66,9 +66,9 @@ func TestConnectionsAreForgottenOnlyWhereNobodyHasTheAddress(t *testing.T) {
 	})
 }
 
-// The kernel keeps the last pod of a Service until kube-proxy hears that it is gone, which is later
-// than the node's agent does. Without this nothing of such pods is forgotten, and a client that
-// uses a port again is sent to nobody.
+// The kernel keeps the last pod of a Service until kube-proxy learns that it is deleted, later than
+// the node's agent. Without this, the connections of such pods stay in conntrack, and a client that
+// uses a port again is sent to an address without a pod.
 func TestConnectionsAreForgottenOnceTheKernelLetsGo(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		k := gatewaytest.NewFakeObserved()

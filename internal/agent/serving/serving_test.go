@@ -121,7 +121,7 @@ func TestWhoeverAsksIsTold(t *testing.T) {
 			updated(late, IPv4)}, late, false, false, []string{"IPv6"}},
 		"the oldest decides": {[]step{updated(0, IPv4), queued(0, IPv4), queued(timeout-1, IPv4)},
 			timeout, false, false, []string{"IPv4"}},
-		"queued anew after an update": {[]step{updated(0, IPv4), queued(0, IPv4),
+		"queued again after an update": {[]step{updated(0, IPv4), queued(0, IPv4),
 			updated(5*time.Second, IPv4), queued(6*time.Second, IPv4)}, timeout, true, true, nil},
 		"queued and updated at one time": {[]step{updated(0, IPv4), queued(1, IPv4), updated(1, IPv4)}, late,
 			true, true, nil},

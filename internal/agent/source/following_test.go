@@ -160,8 +160,8 @@ func TestHealthyWhileTheGatewayHasNotStarted(t *testing.T) {
 	})
 }
 
-// What keepalived and load balancers act on: the gateway, and neither those behind it nor those who
-// speak to the agent.
+// What keepalived and load balancers act on is the gateway alone: neither its targets nor the
+// coordinators.
 func TestHealthFollowsTheGatewayOnly(t *testing.T) {
 	followed(t, func(m *memory, r *Endpoints, wake func(), expect func(string, int, int)) {
 		m.restart()
@@ -170,7 +170,7 @@ func TestHealthFollowsTheGatewayOnly(t *testing.T) {
 		time.Sleep(time.Minute)
 		expect("at rest", 200, 200)
 		time.Sleep(time.Hour)
-		expect("and nobody says anything for an hour, as without an API server", 200, 200)
+		expect("and no event comes for an hour, as without an API server", 200, 200)
 		r.apply(change{slice: agenttest.Slice("web-1", "shop", "web")})
 		time.Sleep(time.Hour)
 		expect("no backend is left", 200, 200)
@@ -194,7 +194,7 @@ func TestHealthFollowsTheGatewayOnly(t *testing.T) {
 		time.Sleep(healthTimeout / 2)
 		expect("one op is refused, for now", 200, 200)
 		time.Sleep(healthTimeout)
-		expect("one op is refused for good", 503, 503)
+		expect("one op is refused permanently", 503, 503)
 		r.apply(change{slice: six, gone: true})
 		time.Sleep(time.Second)
 		expect("it is no longer wanted", 200, 200)
@@ -214,8 +214,8 @@ func TestHealthFollowsTheGatewayOnly(t *testing.T) {
 	})
 }
 
-// An agent that hangs is what a liveness probe is for. Then nobody but the one who queues a change
-// can say that it waits.
+// A liveness probe has to find an agent that hangs. Only the goroutine that queues a change can
+// record then that the change waits.
 func TestAHangingDirectorIsNoticed(t *testing.T) {
 	followed(t, func(m *memory, r *Endpoints, wake func(), expect func(string, int, int)) {
 		m.restart()

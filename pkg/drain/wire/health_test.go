@@ -194,7 +194,7 @@ func FuzzHealth(f *testing.F) {
 	})
 }
 
-// Agents without health do not offer it, and nobody else's offer has changed.
+// Agents without health do not offer it, and the offers of others have not changed.
 func TestFeaturesAreThoseOfThisCode(t *testing.T) {
 	want := map[string]bool{FeatureLeave: true, FeatureBarrier: true, FeatureHealth: true}
 	got := map[string]bool{}

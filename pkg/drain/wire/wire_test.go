@@ -59,8 +59,8 @@ var golden = map[string][]any{
 
 // Without this, an agent of the last release does not understand the coordinator of this one, or
 // the reverse, in the middle of an upgrade: what was written then is read today, with and without
-// fields that nobody knows, and what is written today holds everything that was written then, under
-// the same names and in the same form.
+// fields that are not known, and what is written today holds everything that was written then,
+// under the same names and in the same form.
 func TestTheFirstReleaseIsUnderstoodAndUnderstands(t *testing.T) {
 	files, err := filepath.Glob("testdata/v1/*")
 	if err != nil || len(files) != len(golden) {
@@ -126,7 +126,7 @@ func fresh(like any) any {
 	}
 }
 
-// withUnknown adds to every object what nobody knows.
+// withUnknown adds an unknown field to every object.
 func withUnknown(v any) any {
 	switch v := v.(type) {
 	case map[string]any:

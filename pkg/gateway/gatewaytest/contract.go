@@ -618,7 +618,7 @@ func unknownTarget(t *testing.T, s *suite) {
 	}
 	_, ks := s.backends(1)
 	k := ks[0]
-	k.Target = health.Target{UID: "nobody", Addr: netip.MustParseAddrPort("[fd00::1]:8080")}
+	k.Target = health.Target{UID: "unknown", Addr: netip.MustParseAddrPort("[fd00::1]:8080")}
 	if got := s.see(k); got != (health.Seen{Missing: true}) {
 		t.Errorf("seen as %+v", got)
 	}

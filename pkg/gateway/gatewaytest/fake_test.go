@@ -66,7 +66,7 @@ func (r *recorder) Errorf(string, ...any) { r.errors++ }
 
 // fake is a data plane in memory with its gateway. It sends real HTTP requests if asked for by
 // client, or pretends to with begin. On every choice of a target it checks that the target is not
-// one whose removal it has let somebody observe.
+// one whose removal was observed.
 //
 // It can lose or keep everything over a reload, keep an old process for its open requests, hang and
 // die. It is safe for concurrent use.

@@ -58,7 +58,7 @@ var realAnswers = []struct {
 	// from src/cli.c; HAProxy 2.4 and 2.5 for add server
 	{"", "This command is restricted to experimental mode only.\n\n", kindTooOld},
 	{"", "[3]: No such server.\n\n", kindNoServer}, // severity-output number
-	{"", "something nobody has seen\n", kindUnknown},
+	{"", "something unknown\n", kindUnknown},
 	{"", "\n", kindUnknown},
 }
 

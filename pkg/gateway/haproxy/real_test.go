@@ -786,8 +786,8 @@ func TestABackendThatIsNotLoadedIsUnreadAlone(t *testing.T) {
 	check()
 }
 
-// Whoever may write EndpointSlices may write any UID into them. A key that no server can be named
-// after must not keep the others from being read.
+// Clients that may write EndpointSlices may write any UID into them. A key that cannot be the name
+// of a server must not keep the others from being read.
 func TestKeysWithoutNameAreMissing(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",

@@ -65,7 +65,7 @@ func TestGolden(t *testing.T) {
 					restore(t, "nft", v6, iptablesSetUp[:7]...)
 				}
 			}
-			var anew strings.Builder
+			var updated strings.Builder
 			for i, transaction := range strings.Split(string(text), "# transaction")[1:] {
 				head, rules, _ := strings.Cut(transaction, "\n")
 				rules, want, _ := strings.Cut(rules, "#= ")
@@ -91,10 +91,10 @@ func TestGolden(t *testing.T) {
 				if got != want && os.Getenv("UPDATE") == "" {
 					t.Errorf("after transaction %d the kernel sends to\n%s, want\n%s", i, got, want)
 				}
-				fmt.Fprintf(&anew, "# transaction%s\n%s#= %s\n", head, rules, got)
+				fmt.Fprintf(&updated, "# transaction%s\n%s#= %s\n", head, rules, got)
 			}
 			if os.Getenv("UPDATE") != "" {
-				if err := os.WriteFile(file, []byte(anew.String()), 0o644); err != nil {
+				if err := os.WriteFile(file, []byte(updated.String()), 0o644); err != nil {
 					t.Fatal(err)
 				}
 			}

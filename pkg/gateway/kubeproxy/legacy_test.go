@@ -59,7 +59,7 @@ func TestLegacy(t *testing.T) {
 		until(t, "kube-proxy's rules are seen", func() bool { return !o.Absent() })
 		o.mu.Lock()
 		if o.legacy[map[bool]uint8{false: unix.NFPROTO_IPV4, true: unix.NFPROTO_IPV6}[s.v6()]] == legacyRead {
-			t.Fatal("the rules are read while nobody watches")
+			t.Fatal("the rules are read while no pod is watched")
 		}
 		o.mu.Unlock()
 		wa := watch(t, o, a)
