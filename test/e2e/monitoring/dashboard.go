@@ -31,16 +31,16 @@ type Panel struct {
 type Row struct {
 	Title  string
 	Panels []Panel
-	// Barrier says that there is data only where pods wait at the barrier: where node agents are.
+	// Barrier: there is data only where node agents run, because pods wait at the barrier there.
 	Barrier bool
 }
 
-// Rows are the dashboard's. $__rate_interval is Grafana's.
+// Rows are those of the dashboard. Grafana sets $__rate_interval.
 var Rows = []Row{
 	{Title: "What it does", Panels: []Panel{
 		{
 			"Deletions now waiting",
-			"Deletions that are held, by the replica that holds most: each one holds the same.", "short", true,
+			"Deletions that are held, of the replica that holds most: all replicas hold the same deletions.", "short", true,
 			[]Query{{`max(lameduck_holds)`, "held"}},
 		},
 		{
@@ -51,34 +51,34 @@ var Rows = []Row{
 				"acknowledged"}},
 		},
 		{
-			"Not saved in the last hour", "Deletions that continued although not every gateway had acknowledged, and " +
-				"calls of the API server that failed. 0 is normal.", "short", true,
+			"Not saved in the last hour", "Deletions that continued although not every gateway had acknowledged, or " +
+				"that a replica could not judge. 0 is normal.", "short", true,
 			[]Query{{`max(sum by (instance) (increase(lameduck_admission_answers_total{answer="allow",` +
 				`reason=~"Deadline|IdleBound|Suspended|AgentsLost|NoFacts|Cold"}[1h])))`,
 				"too late"}},
 		},
 		{
-			"Gateways missing", "Agents that the API says exist and that are not connected, by the replica that " +
+			"Gateways missing", "Agents whose pods exist and that are not connected, of the replica that " +
 				"misses most.", "short", true,
 			[]Query{{`max(lameduck_agents{state="missing"})`, "missing"}},
 		},
 		{
-			"Answers: go", "Why deletions went on, each second, by the replica that says so most: each one answers " +
-				"every deletion.", "ops", false,
+			"Deletions allowed, by reason", "Each second, of the replica with most: all replicas answer every " +
+				"deletion.", "ops", false,
 			[]Query{{`max by (reason) (` + perSecond("instance, reason", `lameduck_admission_answers_total{answer="allow"}`) + `) > 0`,
 				"{{reason}}"}},
 		},
 		{
-			"Answers: ask again",
-			"Why deletions were told to come back, each second, by the replica that says so most.", "ops", false,
+			"Deletions denied, by reason",
+			"Each second, of the replica with most. The caller tries again.", "ops", false,
 			[]Query{{`max by (reason) (` + perSecond("instance, reason", `lameduck_admission_answers_total{answer="deny"}`) + `)`,
 				"{{reason}}"}},
 		},
 	}},
 	{Title: "Coverage and witnesses", Panels: []Panel{
 		{
-			"Deletions, by coverage", "Each second, counted once each. Acknowledged: everything that routes the pod " +
-				"has. Uncovered: something cannot. NoAgents and NotRouted: there is no agent to ask.", "ops", false,
+			"Deletions, by coverage", "Each second; each deletion counts once. Acknowledged: every gateway that routes " +
+				"to the pod has. Uncovered: one of them has no agent. NoAgents, NotRouted: no agent has to be asked.", "ops", false,
 			[]Query{{perSecond("reason", `lameduck_admission_answers_total{role="opener",answer="allow",`+
 				`reason=~"Acknowledged|Uncovered|NoAgents|NotRouted"}`), "{{reason}}"}},
 		},
@@ -91,7 +91,7 @@ var Rows = []Row{
 	{Title: "How long it takes", Panels: []Panel{
 		{
 			"From the first call until released",
-			"What a preStop sleep would have to be. By quantile, over all drains.", "s", false,
+			"How long a preStop sleep would have to be. Quantiles of all drains.", "s", false,
 			[]Query{
 				{quantile(0.5, "le", `lameduck_drain_phase_seconds_bucket{phase="Released"}`), "p50"},
 				{quantile(0.99, "le", `lameduck_drain_phase_seconds_bucket{phase="Released"}`), "p99"},
@@ -99,27 +99,27 @@ var Rows = []Row{
 		},
 		{
 			"Until no new request comes, and until none runs",
-			"The median of the phases of a drain: Quiescing is entered when every gateway has said Removed, " +
-				"Released when all are Idle.", "s", false,
+			"The median time to each phase of a drain: Quiescing begins when every gateway has reported " +
+				"Removed, Released when all have reported Idle.", "s", false,
 			[]Query{{quantile(0.5, "le, phase", `lameduck_drain_phase_seconds_bucket`), "{{phase}}"}},
 		},
 		{
-			"Answering a review", "Holding included: a held call takes up to times.hold.", "s", false,
+			"Time to answer a review", "Includes the hold: a held call takes up to times.hold.", "s", false,
 			[]Query{{quantile(0.99, "le, answer", `lameduck_admission_duration_seconds_bucket`), "p99 {{answer}}"}},
 		},
 		{
-			"Open drains", "By phase, of the replica that has most: each one has the same. Queued ones wait for " +
-				"room in their Service.", "short", false,
+			"Open drains", "By phase, of the replica that has most: all replicas have the same drains. Queued drains wait " +
+				"for capacity of their Service.", "short", false,
 			[]Query{{`max by (phase) (lameduck_drains)`, "{{phase}}"}},
 		},
 	}},
 	{Title: "Coordinators and their agents", Panels: []Panel{
 		{
-			"Agents", "Expected, connected, missing, suspended: the most that one replica says.", "short", false,
+			"Agents", "Expected, connected, missing, suspended: the most that one replica counts.", "short", false,
 			[]Query{{`max by (state) (lameduck_agents)`, "{{state}}"}},
 		},
 		{
-			"Reports", "What agents say, each second.", "ops", false,
+			"Reports", "Reports of agents each second, by state.", "ops", false,
 			[]Query{{perSecond("state", `lameduck_reports_total`), "{{state}}"}},
 		},
 		{
@@ -128,12 +128,12 @@ var Rows = []Row{
 				"{{path}} {{code}}"}},
 		},
 		{
-			"Calls that are refused", "404: another path, or a wrong secret in it. If it is the API server that is " +
-				"refused, nothing waits.", "ops", false,
+			"Reviews refused", "404: another path, or a wrong secret in it. If the API server's calls are " +
+				"refused, no deletion waits.", "ops", false,
 			[]Query{{perSecond("code", `lameduck_admission_malformed_total`), "{{code}}"}},
 		},
 		{
-			"Certificate", "How long the serving certificate is still good.", "s", false,
+			"Certificate", "How long the serving certificate is still valid.", "s", false,
 			[]Query{{`min(lameduck_certificate_expiry_timestamp_seconds) - time()`, "left"}},
 		},
 		{
@@ -144,36 +144,36 @@ var Rows = []Row{
 	}},
 	{Title: "Gateways", Panels: []Panel{
 		{
-			"Targets", "Of all agents, by backend: claimed by EndpointSlices, routed by the gateway, excluded " +
-				"(taken out), unusable (unhealthy).", "short", false,
+			"Targets", "Of all agents, by backend: claimed by EndpointSlices, routed by the gateway, excluded, " +
+				"unusable (unhealthy).", "short", false,
 			[]Query{{`sum by (pool, state) (lameduck_agent_targets)`, "{{pool}} {{state}}"}},
 		},
 		{
-			"Taken out now, by gateway", "Exclusions by what the gateway proves of them. Of the kind kernel each is " +
+			"Exclusions now, by gateway", "By the state that the gateway has proved. With the kind kernel each is " +
 				"an entry of the kernel's map, which holds 32768.", "short", false,
 			[]Query{{`sum by (gateway, state) (lameduck_agent_exclusions * on (instance) group_left (gateway) ` +
 				`group by (instance, gateway) (lameduck_propagation_seconds_count))`, "{{gateway}} {{state}}"}},
 		},
 		{
-			"Work on the gateway", "Operations each second, by what was wanted, and calls that failed.", "ops", false,
+			"Changes of the gateway", "Operations each second, by what they do, and calls that failed.", "ops", false,
 			[]Query{
 				{perSecond("want", `lameduck_agent_operations_total`), "{{want}}"},
 				{perSecond("call", `lameduck_agent_gateway_errors_total`), "failed: {{call}}"},
 			},
 		},
 		{
-			"Time to tell the gateway, and to read it", "99 of 100 take less.", "s", false,
+			"Time to change the gateway, and to read it", "99 of 100 take less.", "s", false,
 			[]Query{
 				{quantile(0.99, "le", `lameduck_agent_apply_duration_seconds_bucket`), "apply"},
 				{quantile(0.99, "le", `lameduck_agent_read_duration_seconds_bucket`), "read"},
 			},
 		},
 		{
-			"Probes", "Of targets, by outcome. None where no check is configured.", "ops", false,
+			"Probes", "Of targets each second, by outcome. None where no check is configured.", "ops", false,
 			[]Query{{perSecond("outcome", `lameduck_agent_probes_total`), "{{outcome}}"}},
 		},
 		{
-			"Failing open", "Backends in which too few targets are healthy, so that all of them get traffic.",
+			"Failing open", "Backends in which too few targets are healthy, so that all of their targets get traffic.",
 			"short", false,
 			[]Query{{`max by (pool) (lameduck_agent_pool_failing_open)`, "{{pool}}"}},
 		},
@@ -187,8 +187,7 @@ var Rows = []Row{
 		},
 		{
 			"Propagation, by gateway", "From the start of a pod's deletion until a gateway had stopped routing to it " +
-				"(removed), and until nothing ran there any more (idle): what a sleep before SIGTERM would have to " +
-				"cover.", "s", false,
+				"(removed), and until no request was in flight (idle): a sleep before SIGTERM would have to be as long.", "s", false,
 			[]Query{
 				{quantile(0.5, "le, gateway, what", `lameduck_propagation_seconds_bucket`), "p50 {{gateway}} {{what}}"},
 				{quantile(0.99, "le, gateway, what", `lameduck_propagation_seconds_bucket`),
@@ -196,35 +195,53 @@ var Rows = []Row{
 			},
 		},
 		{
-			"Slowest replicas, by gateway", "From when a pod began to stop until this replica of a gateway had " +
+			"Slowest replicas, by gateway", "From the start of a pod's deletion until this replica of a gateway had " +
 				"stopped routing to it: 99 of 100 took less. The ten slowest; kube-proxy is below, by node.",
 			"s", false,
 			[]Query{{slowest(quantile(0.99, "le, gateway, instance", ofOthers)),
 				"{{gateway}} {{instance}}"}},
 		},
 	}},
+	{Title: "Mode observe", Panels: []Panel{
+		{
+			"What enforcement would cost", "How long deletions in mode observe would have waited: until every gateway " +
+				"had stopped routing to the pod by itself, with no request in flight.", "s", false,
+			[]Query{
+				{quantile(0.5, "le", `lameduck_observed_seconds_bucket`), "p50"},
+				{quantile(0.99, "le", `lameduck_observed_seconds_bucket`), "p99"},
+			},
+		},
+		{
+			"Deletions measured", "In mode observe, each second, and those of them with requests in flight when the " +
+				"gateways stopped routing to the pod.", "ops", false,
+			[]Query{
+				{`sum(rate(lameduck_observed_seconds_count[$__rate_interval]))`, "measured"},
+				{`sum(rate(lameduck_observed_in_flight_total[$__rate_interval]))`, "in flight"},
+			},
+		},
+	}},
 	{Title: "The barrier", Barrier: true, Panels: []Panel{
 		{
 			"Waits at the barrier, by result",
-			"Pods each second that were told to stop, by why: Acknowledged is what is wanted, Deadline is not.",
+			"Pods each second that got SIGTERM, by reason: Acknowledged is the aim, Deadline is not.",
 			"ops", false,
 			[]Query{{perSecond("reason", `lameduck_barrier_duration_seconds_count`) + ` > 0`,
 				"{{reason}}"}},
 		},
 		{
-			"From the deletion to SIGTERM, by result", "What the barrier costs each pod.", "s", false,
+			"From the deletion to SIGTERM, by result", "What the barrier adds to the end of each pod.", "s", false,
 			[]Query{
 				{quantile(0.5, "le, reason", `lameduck_barrier_duration_seconds_bucket`) + ` >= 0`, "p50 {{reason}}"},
 				{quantile(0.99, "le, reason", `lameduck_barrier_duration_seconds_bucket`) + ` >= 0`, "p99 {{reason}}"},
 			},
 		},
 		{
-			"New pods, by coverage", "Pods created each second where the barrier is asked for. Only those that are " +
-				"Covered wait with every container.", "ops", false,
+			"New pods, by coverage", "Pods created each second where the barrier is requested. Only Covered pods " +
+				"wait with every container.", "ops", false,
 			[]Query{{perSecond("coverage", `lameduck_admission_mutations_total`), "{{coverage}}"}},
 		},
 		{
-			"Pods without the hook", "That ask for it and were created without it, by the replica that sees most.",
+			"Pods without the hook", "That request it and were created without it, of the replica that counts most.",
 			"short", false, []Query{{`max(lameduck_barrier_missing_pods)`, "pods"}},
 		},
 		{
@@ -237,8 +254,8 @@ var Rows = []Row{
 			[]Query{{`sum(lameduck_barriers_waiting)`, "coordinators"}, {`sum(lameduck_barrier_waiting)`, "nodes"}},
 		},
 		{
-			"Propagation, by node", "Of kube-proxy, until it had let go: half of the pods took less, and 99 of 100. " +
-				"The ten slowest nodes.", "s", false,
+			"Propagation, by node", "Until the node's kernel had stopped routing to a pod: half of the pods took " +
+				"less, and 99 of 100. The ten slowest nodes.", "s", false,
 			[]Query{
 				{slowest(quantile(0.5, "le, node", ofKubeProxy)), "p50 {{node}}"},
 				{slowest(quantile(0.99, "le, node", ofKubeProxy)), "p99 {{node}}"},
@@ -246,8 +263,8 @@ var Rows = []Row{
 		},
 		{
 			"Stated waits that were cut, and restarts",
-			"Pods each second whose bound was shorter than what a Service states, and stops of containers whose pod " +
-				"stays.", "ops", false,
+			"Pods each second whose bound was shorter than a Service's stated wait, and stops of containers whose " +
+				"pod stays.", "ops", false,
 			[]Query{
 				{`sum(rate(lameduck_barrier_stated_waits_cut_total[$__rate_interval]))`, "cut"},
 				{`sum(rate(lameduck_barrier_restarts_total[$__rate_interval]))`, "restarts"},
@@ -256,8 +273,8 @@ var Rows = []Row{
 	}},
 }
 
-// Selectors returns the metrics with their labels that alert rules ask for, each alternative of a
-// label by itself: those of node agents, or all others.
+// Selectors returns the metrics with their labels that alert rules query, one for each alternative
+// of a label: those of node agents, or all others.
 func Selectors(rules string, nodes bool) (all []string) {
 	alternatives := regexp.MustCompile(`^(.*)=~"([A-Za-z|]+)"(.*)$`)
 	for _, s := range regexp.MustCompile(`lameduck_[a-z_]+(\{[^}]*\})?`).FindAllString(rules, -1) {
@@ -295,7 +312,7 @@ func quantile(q float64, labels, buckets string) string {
 	return fmt.Sprintf("histogram_quantile(%v, %s)", q, perSecond(labels, buckets))
 }
 
-// Dashboard returns what Grafana imports.
+// Dashboard returns the JSON that Grafana imports.
 func Dashboard() ([]byte, error) {
 	kind, uid := "prometheus", "${datasource}"
 	source := common.DataSourceRef{Type: &kind, Uid: &uid}
