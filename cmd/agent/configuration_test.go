@@ -9,7 +9,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lameduck-io/lameduck/internal/cli"
-	"github.com/lameduck-io/lameduck/internal/config/configtest"
+	"github.com/lameduck-io/lameduck/test/configtest"
 )
 
 func TestTheSchemaSaysWhatTheTypesSay(t *testing.T) {

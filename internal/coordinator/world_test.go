@@ -20,10 +20,10 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/lameduck-io/lameduck/internal/agent/client"
-	"github.com/lameduck-io/lameduck/internal/pipenet"
 	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+	"github.com/lameduck-io/lameduck/test/pipenet"
 )
 
 var (

@@ -23,10 +23,10 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/endpoints"
-	"github.com/lameduck-io/lameduck/internal/pipenet"
 	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/pipenet"
 
 	agentclient "github.com/lameduck-io/lameduck/internal/agent/client"
 )

@@ -18,9 +18,9 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/lameduck-io/lameduck/internal/pipenet"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+	"github.com/lameduck-io/lameduck/test/pipenet"
 )
 
 // What a client and a coordinator do together is tested in package coordinator. Here a coordinator

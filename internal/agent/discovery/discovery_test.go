@@ -14,7 +14,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes/fake"
 
-	"github.com/lameduck-io/lameduck/internal/agent/agenttest"
+	"github.com/lameduck-io/lameduck/test/agenttest"
 )
 
 func TestAddressesAreKept(t *testing.T) {

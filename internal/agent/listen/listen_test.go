@@ -14,9 +14,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/lameduck-io/lameduck/internal/agent/agenttest"
 	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/test/agenttest"
 )
 
 // agentBeside is a server that says its name, at an address that others may have.

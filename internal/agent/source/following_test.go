@@ -14,11 +14,11 @@ import (
 	discovery "k8s.io/api/discovery/v1"
 	"k8s.io/client-go/kubernetes/fake"
 
-	"github.com/lameduck-io/lameduck/internal/agent/agenttest"
 	"github.com/lameduck-io/lameduck/internal/agent/liveness"
 	"github.com/lameduck-io/lameduck/internal/agent/serving"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/agenttest"
 )
 
 // healthTimeout is that of these tests.
