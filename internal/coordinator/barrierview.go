@@ -3,6 +3,7 @@ package coordinator
 import (
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -14,15 +15,6 @@ const (
 	// maxBarrierProgress bounds the barriers whose progress is remembered.
 	maxBarrierProgress = 20_000
 )
-
-// OpenBarrier is a barrier of a pod that is terminating: its hooks wait, or have been answered.
-type OpenBarrier struct {
-	drain.View
-	// Reports replace those of the ledger.
-	Reports []AgentReport
-	// Entered is when its phase began.
-	Entered time.Time
-}
 
 // barrierProgress is the history of an open barrier.
 type barrierProgress struct {
@@ -59,25 +51,28 @@ func (h *history) passed(now time.Time, s drain.Status) {
 		return
 	}
 	b.passed = true
-	o := Outcome{Pod: s.Pod, Gate: drain.AtBarrier, At: now, Reason: s.Reason, End: s.Reason, Took: now.Sub(s.Since)}
-	o.Silent, o.More = silent(s)
-	h.outcomes.add(o, maxOutcomes)
+	names, more := silent(s)
+	h.ended(now, drain.AtBarrier, s.Pod, s.Reason, now.Sub(s.Since), names, more)
 }
 
 // barrierOf returns the present state of one barrier.
-func (c *Coordinator) barrierOf(uid drain.UID) (b OpenBarrier, ok bool) {
+func (c *Coordinator) barrierOf(uid drain.UID) (b api.OpenBarrier, ok bool) {
 	c.mu.Lock()
 	defer c.unlock()
 	now := time.Now()
-	view, ok := c.core.Ledger.View(now, drain.AtBarrier, uid, maxBarrierReports)
+	is, ok := c.core.Ledger.View(now, drain.AtBarrier, uid, maxBarrierReports)
 	if !ok {
 		return b, false
 	}
-	b.View = view
-	progress := c.seen.barrierSeen(now, view.Status)
-	b.Entered = progress.at
-	for _, w := range view.Reports {
-		b.Reports = append(b.Reports, AgentReport{AgentReport: w, Gateway: c.seen.gateway(w.Agent)})
+	b = api.OpenBarrier{
+		Namespace: is.Pod.Namespace, Pod: is.Pod.Name, UID: string(is.Pod.UID), Phase: is.Phase.String(),
+		PhaseSince: c.seen.barrierSeen(now, is.Status).at, Reason: is.Reason.String(), Since: is.Since,
+		Deadline: is.Deadline, AskedBy: is.ByName, Owed: is.Owed, Waiting: len(is.Waiting),
+		Reports: c.seen.reports(is.Reports), StatedSeconds: is.Stated.Seconds(), Cut: is.Cut,
+		Last: is.Last || is.LastHere, Sampled: is.Sampled, Uncovered: []string{},
+	}
+	if is.Stated > 0 {
+		b.StatedUntil = is.Since.Add(is.Stated)
 	}
 	return b, true
 }

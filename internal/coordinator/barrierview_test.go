@@ -17,7 +17,7 @@ func TestViewFollowsABarrier(t *testing.T) {
 		n := newNetwork(t)
 		near := newNearby()
 		r := n.replica("replica-0", "a", with(near))
-		near.set(func(s *PodContext) { s.Stated = 2 * time.Second })
+		near.set(func(s *PodContext) { s.Stated, s.LastHere = 2*time.Second, true })
 		one, two := n.nodeAgent("node-1", "replica-0"), n.nodeAgent("node-2", "replica-0")
 		p := pod("a")
 		hook := one.hook(p)
@@ -25,10 +25,14 @@ func TestViewFollowsABarrier(t *testing.T) {
 			t.Helper()
 			synctest.Wait()
 			v := r.View(10, 10)
-			got := []string{fmt.Sprintf("%d open, %d hooks", v.OpenBarriers, v.Barred)}
-			for _, b := range v.Barriers {
-				got = append(got, fmt.Sprintf("%s %s %s for %s by %s stated %s", b.Pod, b.Phase, b.Reason,
-					v.At.Sub(b.Entered), b.ByName, b.Stated))
+			got := []string{fmt.Sprintf("%d open, %d hooks", v.Barriers.Open, v.Barriers.Hooks)}
+			for _, b := range v.Barriers.Items {
+				got = append(got, fmt.Sprintf("%s/%s %s %s for %s by %s stated %gs", b.Namespace, b.Pod, b.Phase, b.Reason,
+					v.At.Sub(b.PhaseSince), b.AskedBy, b.StatedSeconds))
+				if !b.StatedUntil.Equal(b.Since.Add(2*time.Second)) || b.Owed != 2 || !b.Last || b.Cut ||
+					b.Reports[0].Gateway != "fake" {
+					t.Errorf("%s: %+v", when, b)
+				}
 				for _, w := range b.Reports {
 					since := "never"
 					if !w.Since.IsZero() {
@@ -38,7 +42,8 @@ func TestViewFollowsABarrier(t *testing.T) {
 				}
 			}
 			for _, o := range v.Outcomes {
-				got = append(got, fmt.Sprintf("%s %d %s after %s %q", o.Pod, o.Gate, o.Reason, o.Took, o.Silent))
+				got = append(got, fmt.Sprintf("%s/%s %s %s after %gs %q", o.Namespace, o.Pod, o.Gate, o.Reason,
+					*o.TookSeconds, o.Silent))
 			}
 			if text := strings.Join(got, "; "); text != want {
 				t.Errorf("%s:\ngot  %s\nwant %s", when, text, want)
@@ -61,11 +66,11 @@ func TestViewFollowsABarrier(t *testing.T) {
 		passed(t, hook, "Acknowledged after 2s")
 		see("it may stop",
 			`1 open, 0 hooks; shop/a Released Acknowledged for 0s by node-1 stated 2s; node-1 idle 1.8s; `+
-				`node-2 idle 1.5s; shop/a 1 Acknowledged after 2s []`)
+				`node-2 idle 1.5s; shop/a barrier Acknowledged after 2s []`)
 		// Another container's hook, and the kubelet's repeat, are no news.
 		passed(t, one.hook(p), "Acknowledged after 0s")
 		r.Deleted(p.UID)
-		see("it is gone", `0 open, 0 hooks; shop/a 1 Acknowledged after 2s []`)
+		see("it is gone", `0 open, 0 hooks; shop/a barrier Acknowledged after 2s []`)
 		if len(r.seen.barriers) != 0 {
 			t.Errorf("%d are remembered", len(r.seen.barriers))
 		}
@@ -104,8 +109,8 @@ func TestViewNamesWhoWasLateAtABarrier(t *testing.T) {
 		synctest.Wait()
 		<-hook
 		v := r.View(10, 10)
-		if len(v.Outcomes) != 1 || v.Outcomes[0].Reason != drain.Deadline ||
-			strings.Join(v.Outcomes[0].Silent, " ") != "node-2" || v.Outcomes[0].Gate != drain.AtBarrier {
+		if len(v.Outcomes) != 1 || v.Outcomes[0].Reason != "Deadline" ||
+			strings.Join(v.Outcomes[0].Silent, " ") != "node-2" || v.Outcomes[0].Gate != "barrier" {
 			t.Errorf("%+v", v.Outcomes)
 		}
 	})

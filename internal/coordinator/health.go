@@ -141,7 +141,7 @@ const healthElsewhere = "Each agent tells of all its targets at /v1/targets of i
 
 // view groups the reports by Service. agents are the known agents, in the order in which to list
 // their gateways.
-func (b *healthReports) view(agents []Agent) api.TargetHealth {
+func (b *healthReports) view(agents []api.Agent) api.TargetHealth {
 	// The reports on a Service are collected by severity, and of each severity only as many as are
 	// shown.
 	type joined struct {
@@ -153,7 +153,7 @@ func (b *healthReports) view(agents []Agent) api.TargetHealth {
 	b.mu.Lock()
 	for i := range agents {
 		a := &agents[i]
-		is := b.of[a.ID]
+		is := b.of[drain.AgentID(a.ID)]
 		if is == nil {
 			continue
 		}
@@ -206,7 +206,7 @@ func (b *healthReports) view(agents []Agent) api.TargetHealth {
 }
 
 // gatewayHealth returns the health of one Service, as the gateway of an agent sees it.
-func gatewayHealth(a *Agent, told *wire.ServiceHealth) api.GatewayHealth {
+func gatewayHealth(a *api.Agent, told *wire.ServiceHealth) api.GatewayHealth {
 	says := api.GatewayHealth{Agent: a.Name, Gateway: a.Gateway, TargetCounts: api.TargetCounts(told.TargetCounts),
 		FailingOpen: told.FailingOpen, Checked: told.Checked, Targets: []api.UnhealthyTarget{}}
 	for _, t := range told.Targets {

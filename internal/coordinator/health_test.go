@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/agent/client"
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
@@ -162,8 +163,8 @@ func TestAgentsWithoutHealthAreKnown(t *testing.T) {
 		n.agent("one", []drain.Service{web}, "replica-0")
 		time.Sleep(5 * time.Second)
 		v := r.View(1, 1)
-		if len(v.Agents) != 1 || v.TargetHealth.Agents != 0 || v.TargetHealth.Services == nil ||
-			v.Propagation == nil || strings.Contains(strings.Join(v.Agents[0].Features, " "), wire.FeatureHealth) {
+		if v.Agents.Known != 1 || v.TargetHealth.Agents != 0 || v.TargetHealth.Services == nil ||
+			v.Propagation == nil || strings.Contains(strings.Join(v.Agents.Items[0].Features, " "), wire.FeatureHealth) {
 			t.Errorf("%+v", v)
 		}
 	})
@@ -264,7 +265,7 @@ func heap() int {
 // four times a second while a page is open.
 func BenchmarkHealthView(b *testing.B) {
 	var all healthReports
-	var agents []Agent
+	var agents []api.Agent
 	for a := range 1000 {
 		h := wire.Health{Session: 1, First: true, Services: 100}
 		for s := range 100 {
@@ -272,7 +273,7 @@ func BenchmarkHealthView(b *testing.B) {
 				Name: fmt.Sprint(s)}, TargetCounts: wire.TargetCounts{Usable: 3}})
 		}
 		id := drain.AgentID(fmt.Sprint(a))
-		agents = append(agents, Agent{AgentInfo: drain.AgentInfo{ID: id, Name: string(id)}})
+		agents = append(agents, api.Agent{ID: string(id), Name: string(id)})
 		all.take(id, h, func(drain.Service) bool { return true })
 	}
 	for b.Loop() {

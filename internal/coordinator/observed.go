@@ -6,6 +6,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -78,21 +79,10 @@ func (c *Coordinator) Observe(request Request, targets []netip.AddrPort) {
 	c.change(func() { c.core.Observe(time.Now(), request, targets) })
 }
 
-// Report is what deletions of a namespace would have waited for, since this replica started.
-type Report struct {
-	Namespace string
-	// Deletions is how many were measured. Of these, InFlight had requests or connections in flight
-	// when their gateways had stopped routing to them. Unmeasured counts other deletions, for which
-	// that was not known by the deadline.
-	Deletions, InFlight, Unmeasured int
-	// Took are the newest waits.
-	Took []time.Duration
-}
-
-// measured is what is remembered for a namespace.
+// measured is what is remembered for a namespace. Its WaitSeconds are in took.
 type measured struct {
-	Report
-	took ring[time.Duration]
+	api.NamespaceReport
+	took ring[float64]
 }
 
 // measure, called with the lock, records a deletion.
@@ -102,14 +92,14 @@ func (c *Coordinator) measure(m Measured) {
 		if len(c.seen.measured) >= maxMeasured {
 			return
 		}
-		ns = &measured{Report: Report{Namespace: m.Pod.Namespace}}
+		ns = &measured{NamespaceReport: api.NamespaceReport{Namespace: m.Pod.Namespace}}
 		c.seen.measured[m.Pod.Namespace] = ns
 	}
 	switch m.Reason {
 	case drain.Acknowledged, drain.IdleBound:
 		c.Metrics.observed.Observe(m.Took.Seconds())
 		ns.Deletions++
-		ns.took.add(m.Took, measuredKept)
+		ns.took.add(m.Took.Seconds(), measuredKept)
 		if m.InFlight {
 			c.Metrics.inFlight.Inc()
 			ns.InFlight++
@@ -120,15 +110,16 @@ func (c *Coordinator) measure(m Measured) {
 	}
 }
 
-// Reports returns the measurements of each namespace, sorted by name, and since when they run.
-func (c *Coordinator) Reports() (since time.Time, all []Report) {
+// Report returns the measurements of each namespace, sorted by name.
+func (c *Coordinator) Report() api.Report {
+	r := api.Report{Namespaces: []api.NamespaceReport{}}
 	c.locked(func() {
-		since = c.core.Began
+		r.Since = c.core.Began
 		for _, name := range slices.Sorted(maps.Keys(c.seen.measured)) {
-			r := c.seen.measured[name].Report
-			r.Took = c.seen.measured[name].took.newest()
-			all = append(all, r)
+			of := c.seen.measured[name]
+			of.WaitSeconds = of.took.newest()
+			r.Namespaces = append(r.Namespaces, of.NamespaceReport)
 		}
 	})
-	return since, all
+	return r
 }

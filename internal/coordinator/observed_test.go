@@ -27,8 +27,7 @@ func TestWhatADeletionWouldHaveWaitedForIsMeasured(t *testing.T) {
 		request := Request{Pod: p, Targets: []drain.Targets{{Service: web, Usable: []drain.UID{"other", p.UID}}}}
 		targets := []netip.AddrPort{netip.MustParseAddrPort("10.1.0.7:0")}
 		report := func() string {
-			_, all := r.Reports()
-			return fmt.Sprint(all)
+			return fmt.Sprint(r.Report().Namespaces)
 		}
 		r.Observe(request, targets)
 		synctest.Wait()
@@ -54,7 +53,7 @@ func TestWhatADeletionWouldHaveWaitedForIsMeasured(t *testing.T) {
 		}
 		edge.eyes.of[p.UID].report.InFlight = false
 		edge.see(t, p, drain.Idle, true)
-		if got := report(); got != "[{shop 1 1 0 [60ms]}]" {
+		if got := report(); got != "[{shop 1 1 0 [0.06]}]" {
 			t.Error(got)
 		}
 		if _, ok := node.eyes.watching(p); ok || len(node.eyes.gone) > 0 {
@@ -71,7 +70,7 @@ func TestWhatADeletionWouldHaveWaitedForIsMeasured(t *testing.T) {
 			r.GatePassed(of.UID)
 			time.Sleep(35 * time.Second)
 		}
-		if got, info := report(), r.Agent("edge"); got != "[{shop 1 1 4 [60ms]}]" || info.Suspended {
+		if got, info := report(), r.Agent("edge"); got != "[{shop 1 1 4 [0.06]}]" || info.Suspended {
 			t.Errorf("%s, agent %+v", got, info)
 		}
 		// One that is refused after all is forgotten.
@@ -80,7 +79,7 @@ func TestWhatADeletionWouldHaveWaitedForIsMeasured(t *testing.T) {
 		time.Sleep(35 * time.Second)
 		r.GatePassed(request.Pod.UID)
 		time.Sleep(35 * time.Second)
-		if got := report(); got != "[{shop 1 1 4 [60ms]}]" {
+		if got := report(); got != "[{shop 1 1 4 [0.06]}]" {
 			t.Error(got)
 		}
 	})

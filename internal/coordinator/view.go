@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
+	"github.com/lameduck-io/lameduck/internal/version"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
@@ -37,7 +38,7 @@ type history struct {
 	introduced map[drain.AgentID]*introduced
 	open       map[drain.UID]*course
 	// outcomes is a ring, as in times.
-	outcomes ring[Outcome]
+	outcomes ring[api.Outcome]
 	kinds    map[string]*times
 	barriers map[drain.UID]*barrierProgress
 	measured map[string]*measured
@@ -198,11 +199,10 @@ func (h *history) turned(now time.Time, s drain.Status) {
 		c.silent, c.more = silent(s)
 	case drain.Closed, drain.PhaseUnknown:
 		delete(h.open, s.Pod.UID)
-		o := Outcome{Pod: s.Pod, At: now, Reason: s.Reason, End: s.Reason, Took: now.Sub(s.Begun)}
-		if !c.released.IsZero() && s.Reason != drain.Abandoned {
-			o.Reason, o.Took, o.Silent, o.More = c.reason, c.released.Sub(s.Begun), c.silent, c.more
+		if c.released.IsZero() || s.Reason == drain.Abandoned {
+			c.released, c.reason, c.silent, c.more = now, s.Reason, nil, 0
 		}
-		h.outcomes.add(o, maxOutcomes)
+		h.ended(now, drain.AtHold, s.Pod, c.reason, c.released.Sub(s.Begun), c.silent, c.more)
 		return
 	}
 	if c.told.IsZero() && s.Phase != drain.Queued {
@@ -210,154 +210,121 @@ func (h *history) turned(now time.Time, s drain.Status) {
 	}
 }
 
-// View is what one replica knows at one moment, for operators.
-type View struct {
-	At, Began time.Time
-	Lease     drain.Holder
-	Times     drain.Times
-	Stopping  bool
-	// Holds is how many calls wait, of at most MaxHolds.
-	Holds, MaxHolds int
-	// Expected, Missing and Suspended count agents.
-	Expected, Missing, Suspended int
-	// Drains are the open ones, the oldest first: at most those that were asked for, of Open.
-	Drains []Drain
-	Open   int
-	// Barriers are the open ones, the oldest first: at most [maxShownBarriers] of OpenBarriers.
-	// Hooks wait there, Barred of them.
-	Barriers             []OpenBarrier
-	OpenBarriers, Barred int
-	// Elsewhere is how many pods only other replicas unroute, as they last reported.
-	Elsewhere int
-	// Agents are sorted by name.
-	Agents []Agent
-	// Outcomes are the newest first.
-	Outcomes    []Outcome
-	Propagation []api.Propagation
-	// TargetHealth is the health of targets as the gateways see it.
-	TargetHealth api.TargetHealth
+// ended records how a drain of a pod ended: why its deletion was allowed and how long that took, or
+// why it never was. names and more are those of silent.
+func (h *history) ended(now time.Time, gate drain.Gate, pod drain.Pod, reason drain.Reason, took time.Duration,
+	names []string, more int) {
+	h.outcomes.add(api.Outcome{At: now, Namespace: pod.Namespace, Pod: pod.Name, UID: string(pod.UID),
+		Gate: gate.String(), Reason: reason.String(), Abnormal: reason.Abnormal(), TookSeconds: new(took.Seconds()),
+		Silent: append([]string{}, names...), MoreSilent: more}, maxOutcomes)
 }
 
-// Drain is an open drain.
-type Drain struct {
-	drain.Status
-	// Entered is when its phase began, Told when agents were told of it; zero: they were not,
-	// because it is queued.
-	Entered, Told time.Time
-	// Reports are those of the agents that must acknowledge it, the lowest state first: at most as
-	// many as were asked for, of Acknowledgers in all.
-	Reports       []AgentReport
-	Acknowledgers int
-}
-
-// AgentReport is one agent's report on a drain.
-type AgentReport struct {
-	drain.AgentReport
-	// Gateway is the kind of its gateway.
-	Gateway string
-}
-
-// Agent is one agent, as it introduced itself, and its performance since.
-type Agent struct {
-	drain.AgentInfo
-	Gateway, Address string
-	Protocol         int
-	Features         []string
-	// Build is the version of its program.
-	Build string
-	// Connected is when its stream began.
-	Connected time.Time
-	// Posted is when its last report arrived, Age how old that was on arrival: about the time of a
-	// round trip, and at most a heartbeat more.
-	Posted time.Time
-	Age    time.Duration
-	// Removed and Idle are its times in the last drain that it acknowledged. Zero: there was none.
-	Removed, Idle time.Duration
-}
-
-// Outcome is how a drain ended.
-type Outcome struct {
-	Pod drain.Pod
-	// Gate is where it was, AtHold or AtBarrier.
-	Gate drain.Gate
-	At   time.Time
-	// Reason is why the deletion was allowed. If it never was, it is the same as End: PodDeleted,
-	// because the pod was deleted nevertheless, or Abandoned.
-	Reason, End drain.Reason
-	// Took is the time until the deletion was allowed or, if it never was, until the end.
-	Took time.Duration
-	// Silent names gateways that had not acknowledged when the deletion was allowed, with a mark on
-	// those that were away and not waited for, and More is how many more there were.
-	Silent []string
-	More   int
-}
-
-// View returns what is known now, with at most drains drains and words reports on each. It releases
-// the lock after each drain, so that other callers wait only for one. The drains are therefore of
-// slightly different moments.
-func (c *Coordinator) View(drains, words int) View {
+// View returns what is known now, for operators, with at most drains drains and reports reports on
+// each. It releases the lock after each drain, so that other callers wait only for one. The drains
+// are therefore of slightly different moments. It lists all agents, sorted by name, and what is
+// known of pods only as far as the ledger knows it.
+func (c *Coordinator) View(drains, reports int) api.View {
 	c.mu.Lock()
 	now, n := time.Now(), c.core.Ledger.Counts()
-	v := View{
-		At: now, Began: c.core.Began, Lease: c.core.self, Times: c.core.times, Stopping: c.core.stopped,
-		Holds: c.core.holds, MaxHolds: c.MaxHolds,
-		Expected: n.Expected, Missing: n.Missing, Suspended: n.Suspended, Elsewhere: n.Elsewhere,
-		Drains: []Drain{}, Agents: []Agent{}, Outcomes: c.seen.outcomes.newest(), Propagation: c.seen.propagation(),
+	v := api.View{
+		At: now,
+		Replica: api.Replica{
+			Name: c.core.self.Replica, Epoch: c.core.self.Epoch, Started: c.core.Began, Version: version.Build(),
+			Stopping: c.core.stopped, Holds: c.core.holds, MaxHolds: c.MaxHolds,
+			DeadlineSeconds:  c.core.times.Deadline.Seconds(),
+			IdleBoundSeconds: c.core.times.IdleBound.Seconds(),
+		},
+		Drains: api.Drains{Items: []api.Drain{}, Elsewhere: n.Elsewhere},
+		Barriers: api.Barriers{Items: []api.OpenBarrier{}, Hooks: c.core.barriers,
+			MissingPods: []string{}},
+		Agents: api.Agents{Expected: n.Expected, Missing: n.Missing, Suspended: n.Suspended,
+			Items: []api.Agent{}},
+		Outcomes: c.seen.outcomes.newest(), Propagation: c.seen.propagation(),
 	}
-	var oldest []drain.UID
-	oldest, v.Open = c.core.Ledger.Oldest(drain.AtHold, drains)
-	var facing []drain.UID
-	facing, v.OpenBarriers = c.core.Ledger.Oldest(drain.AtBarrier, maxShownBarriers)
-	v.Barred = c.core.barriers
+	var oldest, facing []drain.UID
+	oldest, v.Drains.Open = c.core.Ledger.Oldest(drain.AtHold, drains)
+	facing, v.Barriers.Open = c.core.Ledger.Oldest(drain.AtBarrier, maxShownBarriers)
 	for _, k := range c.core.Ledger.Agents() {
-		v.Agents = append(v.Agents, c.agent(k))
+		v.Agents.Items = append(v.Agents.Items, c.agent(k))
 	}
+	v.Agents.Known = len(v.Agents.Items)
 	c.unlock()
 	for _, uid := range facing {
 		if b, ok := c.barrierOf(uid); ok {
-			v.Barriers = append(v.Barriers, b)
+			v.Barriers.Items = append(v.Barriers.Items, b)
 		}
 	}
-	v.TargetHealth = c.targetHealth.view(v.Agents)
+	v.TargetHealth = c.targetHealth.view(v.Agents.Items)
 	for _, uid := range oldest {
-		if d := c.drain(uid, words); d.Waits() || d.Phase == drain.Released {
-			v.Drains = append(v.Drains, d)
+		if d, ok := c.drain(uid, reports); ok {
+			v.Drains.Items = append(v.Drains.Items, d)
 		}
 	}
 	return v
 }
 
-// drain returns the present state of one drain.
-func (c *Coordinator) drain(uid drain.UID, words int) Drain {
+// drain returns the present state of one drain. ok is false if it has ended.
+func (c *Coordinator) drain(uid drain.UID, reports int) (d api.Drain, ok bool) {
 	c.mu.Lock()
 	defer c.unlock()
 	now := time.Now()
-	is, _ := c.core.Ledger.View(now, drain.AtHold, uid, words)
-	d := Drain{Status: is.Status, Acknowledgers: is.Acknowledgers}
-	c.core.observe(d.Status) // time alone may have changed it
+	is, _ := c.core.Ledger.View(now, drain.AtHold, uid, reports)
+	c.core.observe(is.Status) // time alone may have changed it
 	c.settle()
-	course := c.seen.open[uid]
-	if course != nil {
-		d.Entered, d.Told = course.at, course.told
+	d = api.Drain{
+		Namespace: is.Pod.Namespace, Pod: is.Pod.Name, UID: string(is.Pod.UID), Phase: is.Phase.String(),
+		Reason: is.Reason.String(), Since: is.Since, Deadline: is.Deadline, Owed: is.Owed, Waiting: len(is.Waiting),
+		Reports: c.seen.reports(is.Reports),
 	}
-	for _, w := range is.Reports {
-		d.Reports = append(d.Reports, AgentReport{AgentReport: w, Gateway: c.seen.gateway(w.Agent)})
+	if course := c.seen.open[uid]; course != nil {
+		d.PhaseSince, d.Told = course.at, course.told
 	}
-	return d
+	return d, is.Waits() || is.Phase == drain.Released
+}
+
+// reports returns reports with the kinds of the agents' gateways.
+func (h *history) reports(reports []drain.AgentReport) []api.AgentReport {
+	all := []api.AgentReport{}
+	for _, r := range reports {
+		all = append(all, api.AgentReport{Agent: r.Name, Gateway: h.gateway(r.Agent), State: r.State.String(),
+			Proof: r.Proof.String(), Since: r.Since, Received: r.Received, Connected: r.Connected, Suspended: r.Suspended})
+	}
+	return all
 }
 
 // agent, called with the lock, returns k with its introduction and its performance since.
-func (c *Coordinator) agent(k drain.AgentInfo) Agent {
-	a := Agent{AgentInfo: k}
-	if i := c.seen.introduced[k.ID]; i != nil {
-		a.Gateway, a.Address, a.Protocol, a.Features, a.Build = i.gateway, i.address, i.protocol, i.features, i.build
-		a.Posted, a.Age, a.Removed, a.Idle = i.posted, i.age, i.removed, i.idle
-		if k.Connected {
-			a.Connected = i.connected
-		}
+func (c *Coordinator) agent(k drain.AgentInfo) api.Agent {
+	a := api.Agent{ID: string(k.ID), Name: k.Name, Label: labels[k.Label], Ready: k.Ready, Connected: k.Connected,
+		Since: k.Lost, Suspended: k.Suspended, Declared: k.Declared, Services: k.Services, Features: []string{}}
+	switch {
+	case k.Left:
+		a.State = api.AgentLeft
+	case k.Suspended:
+		a.State = api.AgentSuspended
+	case k.Connected:
+		a.State = api.AgentConnected
+	case k.Expected:
+		a.State = api.AgentMissing
+	default:
+		a.State = api.AgentGone
 	}
+	i := c.seen.introduced[k.ID]
+	if i == nil {
+		i = &introduced{}
+	}
+	if k.Connected {
+		a.Since = i.connected
+	}
+	a.Gateway, a.Address, a.Protocol, a.Version = i.gateway, i.address, i.protocol, i.build
+	a.Features = append(a.Features, i.features...)
+	a.Reported, a.ReportAgeSeconds = i.posted, i.age.Seconds()
+	a.RemovedSeconds, a.IdleSeconds = i.removed.Seconds(), i.idle.Seconds()
 	return a
 }
+
+// labels are what the label of an agent's pod says of it.
+var labels = map[drain.Label]string{drain.LabelNone: "none", drain.LabelDirected: "directed",
+	drain.LabelObserved: "observed"}
 
 // Acknowledgers returns the agents whose gateways may send to the pods of services, as
 // [drain.Ledger.Acknowledgers] does, with the kinds of their gateways.

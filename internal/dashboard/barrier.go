@@ -9,7 +9,6 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 
-	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/admission"
@@ -26,8 +25,8 @@ const (
 	hookNone = "none"
 )
 
-func (d *Dashboard) barriersOf(of coordinator.View) api.Barriers {
-	all := api.Barriers{Open: of.OpenBarriers, Hooks: of.Barred, Items: []api.OpenBarrier{}, MissingPods: []string{}}
+// addPods adds what is known of the pods at the barrier, and of those that were created without it.
+func (d *Dashboard) addPods(all *api.Barriers) {
 	if d.Missing != nil {
 		missing := d.Missing()
 		all.Missing, all.MissingPods = len(missing), append(all.MissingPods, missing[:min(len(missing), maxMissing)]...)
@@ -37,41 +36,27 @@ func (d *Dashboard) barriersOf(of coordinator.View) api.Barriers {
 			all.MissingIn[namespace]++
 		}
 	}
-	for _, b := range of.Barriers {
-		all.Items = append(all.Items, d.barrierOf(b))
-	}
-	return all
-}
-
-func (d *Dashboard) barrierOf(b coordinator.OpenBarrier) api.OpenBarrier {
-	one := api.OpenBarrier{
-		Namespace: b.Pod.Namespace, Pod: b.Pod.Name, UID: string(b.Pod.UID), Phase: b.Phase.String(),
-		PhaseSince: b.Entered, Reason: b.Reason.String(),
-		Since: b.Since, Deadline: b.Deadline, AskedBy: b.ByName, Owed: b.Owed, Waiting: len(b.Waiting),
-		Reports:       reportsOf(b.Reports),
-		StatedSeconds: b.Stated.Seconds(), Cut: b.Cut, Last: b.Last || b.LastHere, Sampled: b.Sampled,
-		Uncovered: []string{},
-	}
-	if b.Stated > 0 {
-		one.StatedUntil = b.Since.Add(b.Stated)
-	}
 	if d.Pod == nil {
-		return one
+		return
 	}
-	if pod := d.Pod(b.Pod); pod != nil {
-		one.Node = pod.Spec.NodeName
+	for i := range all.Items {
+		b := &all.Items[i]
+		pod := d.Pod(drain.Pod{Namespace: b.Namespace, Name: b.Pod, UID: drain.UID(b.UID)})
+		if pod == nil {
+			continue
+		}
+		b.Node = pod.Spec.NodeName
 		var kinds []string
 		for _, h := range hooksOf(pod) {
 			switch {
 			case h.Kind == hookNone:
-				one.Uncovered = append(one.Uncovered, h.Container)
+				b.Uncovered = append(b.Uncovered, h.Container)
 			case !slices.Contains(kinds, h.Kind):
 				kinds = append(kinds, h.Kind)
 			}
 		}
-		one.Hook = strings.Join(kinds, ",")
+		b.Hook = strings.Join(kinds, ",")
 	}
-	return one
 }
 
 // hooksOf are the hooks of a pod's containers that wait at the barrier. None is there if the pod

@@ -60,8 +60,8 @@ const (
 
 // Coordinator is what is looked at.
 type Coordinator interface {
-	View(drains, words int) coordinator.View
-	Reports() (since time.Time, all []coordinator.Report)
+	View(drains, reports int) api.View
+	Report() api.Report
 	Acknowledgers(services []drain.Service) ([]drain.Acknowledger, map[drain.AgentID]string)
 }
 
@@ -165,7 +165,7 @@ var routes = []route{
 	}},
 	{api.CoveragePath, readers, (*Dashboard).coverage},
 	{api.ReportPath, readers, func(d *Dashboard, _ http.ResponseWriter, r *http.Request) (any, error) {
-		report := d.report()
+		report := d.Coordinator.Report()
 		if ofAll(r) && d.Reports != nil {
 			others, _ := d.Reports(r.Context())
 			report = report.Join(others...)

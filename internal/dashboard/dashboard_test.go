@@ -12,6 +12,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"regexp"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -39,7 +40,7 @@ var (
 // world is a coordinator, and whatever else a dashboard needs.
 type world struct {
 	mu      sync.Mutex
-	view    coordinator.View
+	view    api.View
 	views   int
 	takes   time.Duration
 	explain admission.Explanation
@@ -47,17 +48,19 @@ type world struct {
 	parties []drain.Acknowledger
 }
 
-func (w *world) View(int, int) coordinator.View {
+func (w *world) View(int, int) api.View {
 	time.Sleep(w.takes) // 0 if the time is not the subject
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.views++
 	v := w.view
 	v.At = time.Now()
+	// Its lists belong to the caller.
+	v.Barriers.Items, v.Agents.Items = slices.Clone(v.Barriers.Items), slices.Clone(v.Agents.Items)
 	return v
 }
 
-func (w *world) set(change func(v *coordinator.View)) {
+func (w *world) set(change func(v *api.View)) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	change(&w.view)
@@ -69,9 +72,9 @@ func (w *world) made() int {
 	return w.views
 }
 
-func (w *world) Reports() (time.Time, []coordinator.Report) {
-	return time.Unix(0, 0).UTC(), []coordinator.Report{{Namespace: "shop", Deletions: 2, InFlight: 1,
-		Took: []time.Duration{time.Second, 45 * time.Millisecond}}}
+func (w *world) Report() api.Report {
+	return api.Report{Since: time.Unix(0, 0).UTC(), Namespaces: []api.NamespaceReport{{Namespace: "shop", Deletions: 2,
+		InFlight: 1, WaitSeconds: []float64{1, .045}}}}
 }
 
 func (w *world) Acknowledgers([]drain.Service) ([]drain.Acknowledger, map[drain.AgentID]string) {
@@ -214,7 +217,7 @@ func TestCoverageIsReadNowAndThen(t *testing.T) {
 // Programs that read lists must not meet null, whatever the coordinator knows.
 func TestNothingIsNull(t *testing.T) {
 	w := &world{}
-	w.view.Propagation, w.view.TargetHealth.Services = []api.Propagation{}, []api.ServiceHealth{}
+	w.view = empty()
 	d := newDashboard(w)
 	d.Notes = &Notes{Next: quiet{}}
 	check := func(when string) {
@@ -233,18 +236,27 @@ func TestNothingIsNull(t *testing.T) {
 			}
 		}
 	}
-	w.view.Began, w.view.At = time.Now(), time.Now()
+	w.view.Replica.Started, w.view.At = time.Now(), time.Now()
 	check("empty")
 	now := time.Now()
-	w.view.Drains = []coordinator.Drain{{Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "a",
-		UID: "uid-a"}, Since: now, Deadline: now}, Reports: []coordinator.AgentReport{{}}}}
-	w.view.Agents = []coordinator.Agent{{}}
-	w.view.Outcomes = []coordinator.Outcome{{At: now}}
+	w.view.Drains.Items = []api.Drain{{Namespace: "shop", Pod: "a", UID: "uid-a", Since: now, Deadline: now,
+		Reports: []api.AgentReport{{}}}}
+	w.view.Agents.Items = []api.Agent{{Features: []string{}}}
+	w.view.Outcomes = []api.Outcome{{At: now, Silent: []string{}}}
 	w.view.Propagation = []api.Propagation{{}}
 	w.parties = []drain.Acknowledger{{}}
 	w.explain.Targets = []drain.Targets{{}}
 	d.Notes.Event(&corev1.Pod{}, true, "LameduckCold", "it was cold")
 	check("bare")
+}
+
+// empty is the view of a coordinator that knows nothing.
+func empty() api.View {
+	return api.View{
+		Drains: api.Drains{Items: []api.Drain{}}, Agents: api.Agents{Items: []api.Agent{}},
+		Barriers: api.Barriers{Items: []api.OpenBarrier{}, MissingPods: []string{}}, Outcomes: []api.Outcome{},
+		Propagation: []api.Propagation{}, TargetHealth: api.TargetHealth{Services: []api.ServiceHealth{}},
+	}
 }
 
 type quiet struct{}
@@ -294,8 +306,9 @@ func TestOutcomesJoinNotes(t *testing.T) {
 			time.Sleep(time.Second)
 		}
 		ended := func(name string, reason drain.Reason) {
-			w.view.Outcomes = append([]coordinator.Outcome{{Pod: drain.Pod{Namespace: "shop", Name: name,
-				UID: drain.UID("uid-" + name)}, At: time.Now(), Reason: reason}}, w.view.Outcomes...)
+			w.view.Outcomes = append([]api.Outcome{{Namespace: "shop", Pod: name, UID: "uid-" + name,
+				Gate: drain.AtHold.String(), At: time.Now(), Reason: reason.String(),
+				Abnormal: reason.Abnormal()}}, w.view.Outcomes...)
 			time.Sleep(time.Second)
 		}
 		say("waits", "Waiting", false)
@@ -306,7 +319,7 @@ func TestOutcomesJoinNotes(t *testing.T) {
 		ended("late", drain.Deadline)
 		ended("good", drain.Acknowledged)
 		say("open", "Deadline", true)
-		w.view.Drains = []coordinator.Drain{{Status: drain.Status{Pod: drain.Pod{UID: "uid-open"}}}}
+		w.view.Drains.Items = []api.Drain{{UID: "uid-open"}}
 		say("twice", "Deadline", true)
 		time.Sleep(10 * time.Minute)
 		ended("twice", drain.Acknowledged)
@@ -347,7 +360,7 @@ func TestViewsAreRestedFrom(t *testing.T) {
 		if n := w.made(); n != 4 {
 			t.Errorf("%d views in a second, want 4", n)
 		}
-		w.set(func(v *coordinator.View) { v.Open = 7 })
+		w.set(func(v *api.View) { v.Drains.Open = 7 })
 		time.Sleep(viewEvery)
 		if v := d.latest(); v.Drains.Open != 7 || time.Since(v.At) > 0 {
 			t.Errorf("%d drains as of %s ago", v.Drains.Open, time.Since(v.At))

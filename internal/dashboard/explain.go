@@ -69,18 +69,14 @@ func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error)
 	}
 	x := explanation(e, parties, gateways, d.nodeOf, covers)
 	v := d.Coordinator.View(maxDrains, maxReports)
-	x.At, x.Replica = v.At, v.Lease.Replica
-	for _, one := range v.Drains {
-		if one.Pod.UID == drain.UID(e.Pod.UID) {
-			open := drainOf(one)
-			x.Drain = &open
-		}
+	d.addPods(&v.Barriers)
+	x.At, x.Replica = v.At, v.Replica.Name
+	if i := slices.IndexFunc(v.Drains.Items, func(o api.Drain) bool { return o.UID == x.UID }); i >= 0 {
+		x.Drain = &v.Drains.Items[i]
 	}
-	for _, one := range v.Barriers {
-		if x.Barrier != nil && one.Pod.UID == drain.UID(e.Pod.UID) {
-			open := d.barrierOf(one)
-			x.Barrier.Open = &open
-		}
+	i := slices.IndexFunc(v.Barriers.Items, func(o api.OpenBarrier) bool { return o.UID == x.UID })
+	if i >= 0 && x.Barrier != nil {
+		x.Barrier.Open = &v.Barriers.Items[i]
 	}
 	return x, nil
 }

@@ -10,7 +10,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/admission"
@@ -131,8 +130,7 @@ func TestExplanation(t *testing.T) {
 
 func TestExplainOverHTTP(t *testing.T) {
 	w := &world{}
-	w.view.Drains = []coordinator.Drain{{Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "a",
-		UID: "uid-a"}, Phase: drain.Unrouting}}}
+	w.view.Drains.Items = []api.Drain{{Namespace: "shop", Pod: "a", UID: "uid-a", Phase: "Unrouting"}}
 	h := newDashboard(w).Handler(loopback)
 	for path, want := range map[string]int{
 		"/shop/a": 200, "/shop/a?operation=evict": 200, "/shop/a?operation=drain": 400, "/Shop/a": 400,

@@ -7,9 +7,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
-	"github.com/lameduck-io/lameduck/internal/version"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -43,7 +41,7 @@ func (d *Dashboard) latest() api.View {
 // Shown is what this replica tells another one: its view, or its report.
 func (d *Dashboard) Shown(report bool) any {
 	if report {
-		return d.report()
+		return d.Coordinator.Report()
 	}
 	return d.latest()
 }
@@ -62,28 +60,11 @@ func (d *Dashboard) others(ctx context.Context) (all []api.View, silent []string
 // ofAll says that a request wants what all replicas say.
 func ofAll(r *http.Request) bool { return r.URL.Query().Get("replicas") == "all" }
 
+// view is that of the coordinator, with what is known of pods, and within bounds.
 func (d *Dashboard) view() api.View {
-	of := d.Coordinator.View(maxDrains, maxReports)
-	v := api.View{
-		At: of.At,
-		Replica: api.Replica{
-			Name: of.Lease.Replica, Epoch: of.Lease.Epoch, Started: of.Began, Stopping: of.Stopping, Holds: of.Holds,
-			MaxHolds: of.MaxHolds, Version: version.Build(),
-			DeadlineSeconds: of.Times.Deadline.Seconds(), IdleBoundSeconds: of.Times.IdleBound.Seconds(),
-		},
-		Drains: api.Drains{Open: of.Open, Items: []api.Drain{}, Elsewhere: of.Elsewhere},
-		Agents: api.Agents{Expected: of.Expected, Missing: of.Missing, Suspended: of.Suspended,
-			Known: len(of.Agents), Items: []api.Agent{}},
-		Outcomes:    d.outcomesOf(of),
-		Propagation: of.Propagation, TargetHealth: of.TargetHealth,
-		Barriers: d.barriersOf(of),
-	}
-	for _, one := range of.Drains {
-		v.Drains.Items = append(v.Drains.Items, drainOf(one))
-	}
-	for _, one := range of.Agents {
-		v.Agents.Items = append(v.Agents.Items, agentOf(one))
-	}
+	v := d.Coordinator.View(maxDrains, maxReports)
+	v.Outcomes = d.outcomesOf(v)
+	d.addPods(&v.Barriers)
 	slices.SortStableFunc(v.Agents.Items, func(a, b api.Agent) int { return api.CompareAgents(a.State, b.State) })
 	v.Agents.Items = v.Agents.Items[:min(len(v.Agents.Items), maxAgents)]
 	if d.Node != nil {
@@ -94,122 +75,31 @@ func (d *Dashboard) view() api.View {
 	return v
 }
 
-// report is what was measured in mode observe.
-func (d *Dashboard) report() api.Report {
-	since, all := d.Coordinator.Reports()
-	r := api.Report{Since: since, Namespaces: []api.NamespaceReport{}}
-	for _, of := range all {
-		one := api.NamespaceReport{Namespace: of.Namespace, Deletions: of.Deletions, InFlight: of.InFlight,
-			Unmeasured: of.Unmeasured, WaitSeconds: []float64{}}
-		for _, took := range of.Took {
-			one.WaitSeconds = append(one.WaitSeconds, took.Seconds())
-		}
-		r.Namespaces = append(r.Namespaces, one)
-	}
-	return r
-}
-
-func drainOf(d coordinator.Drain) api.Drain {
-	one := api.Drain{
-		Namespace: d.Pod.Namespace, Pod: d.Pod.Name, UID: string(d.Pod.UID), Phase: d.Phase.String(),
-		PhaseSince: d.Entered, Reason: d.Reason.String(),
-		Since: d.Since, Deadline: d.Deadline, Told: d.Told, Owed: d.Owed, Waiting: len(d.Waiting),
-		Reports: reportsOf(d.Reports),
-	}
-	return one
-}
-
-func reportsOf(words []coordinator.AgentReport) []api.AgentReport {
-	all := []api.AgentReport{}
-	for _, w := range words {
-		all = append(all, api.AgentReport{
-			Agent: w.Name, Gateway: w.Gateway, State: w.State.String(), Proof: w.Proof.String(), Since: w.Since,
-			Received:  w.Received,
-			Connected: w.Connected, Suspended: w.Suspended,
-		})
-	}
-	return all
-}
-
-// Agents' states.
-const (
-	stateSuspended = "suspended"
-	stateMissing   = "missing"
-	stateGone      = "gone"
-	stateConnected = "connected"
-	stateLeft      = "left"
-)
-
-func agentOf(a coordinator.Agent) api.Agent {
-	one := api.Agent{
-		ID: string(a.ID), Name: a.Name, Gateway: a.Gateway, Label: labelOf(a.Label), Ready: a.Ready,
-		Connected: a.AgentInfo.Connected, Since: a.Connected,
-		Suspended: a.Suspended, Declared: a.Declared, Services: a.Services, Protocol: a.Protocol,
-		Features: append([]string{}, a.Features...),
-		Version:  a.Build,
-		Address:  a.Address, Reported: a.Posted, ReportAgeSeconds: a.Age.Seconds(), RemovedSeconds: a.Removed.Seconds(),
-		IdleSeconds: a.Idle.Seconds(),
-	}
-	if !one.Connected {
-		one.Since = a.Lost
-	}
-	switch {
-	case a.Left:
-		one.State = stateLeft
-	case a.Suspended:
-		one.State = stateSuspended
-	case one.Connected:
-		one.State = stateConnected
-	case a.Expected:
-		one.State = stateMissing
-	default:
-		one.State = stateGone
-	}
-	return one
-}
-
-func labelOf(l drain.Label) string {
-	switch l {
-	case drain.LabelDirected:
-		return "directed"
-	case drain.LabelObserved:
-		return "observed"
-	default:
-		return "none"
-	}
-}
-
 // outcomesOf joins how drains ended with what was said of deletions that went on without the
 // gateways' word.
-func (d *Dashboard) outcomesOf(of coordinator.View) []api.Outcome {
+func (d *Dashboard) outcomesOf(of api.View) []api.Outcome {
 	all := []api.Outcome{}
-	said := map[drain.UID]note{}
+	said := map[string]note{}
 	if d.Notes != nil {
 		for _, n := range d.Notes.newest() {
-			if _, newer := said[n.pod.UID]; !newer {
-				said[n.pod.UID] = n
+			if _, newer := said[string(n.pod.UID)]; !newer {
+				said[string(n.pod.UID)] = n
 			}
 		}
 	}
 	for _, o := range of.Outcomes {
-		took := o.Took.Seconds()
-		one := api.Outcome{
-			At: o.At, Namespace: o.Pod.Namespace, Pod: o.Pod.Name, UID: string(o.Pod.UID), Gate: o.Gate.String(),
-			Reason: o.Reason.String(), Abnormal: o.Reason.Abnormal(),
-			TookSeconds: &took, Silent: append([]string{}, o.Silent...), MoreSilent: o.More,
-		}
 		// What was said of an earlier drain of the pod, which was abandoned, is not of this one.
-		if n, ok := said[o.Pod.UID]; ok && o.Gate == drain.AtHold && !n.at.Before(o.At.Add(-noteOfDrain)) {
-			one.Message, one.Abnormal = n.message, true
-			if o.Reason == drain.PodDeleted || o.Reason == drain.Abandoned {
-				one.Reason = n.reason
+		if n, ok := said[o.UID]; ok && o.Gate == drain.AtHold.String() && !n.at.Before(o.At.Add(-noteOfDrain)) {
+			o.Message, o.Abnormal = n.message, true
+			if o.Reason == drain.PodDeleted.String() || o.Reason == drain.Abandoned.String() {
+				o.Reason = n.reason
 			}
-			delete(said, o.Pod.UID)
+			delete(said, o.UID)
 		}
-		all = append(all, one)
+		all = append(all, o)
 	}
-	for _, one := range of.Drains {
-		delete(said, one.Pod.UID) // it is not over
+	for _, one := range of.Drains.Items {
+		delete(said, one.UID) // it is not over
 	}
 	for _, n := range said {
 		all = append(all, api.Outcome{

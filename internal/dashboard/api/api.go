@@ -210,6 +210,20 @@ type Agents struct {
 	Items []Agent `json:"items"`
 }
 
+// The states of an agent.
+const (
+	// AgentConnected: it has a stream here.
+	AgentConnected = "connected"
+	// AgentMissing: the API server lists it, and it has no connection here.
+	AgentMissing = "missing"
+	// AgentGone: it has none, and is not listed.
+	AgentGone = "gone"
+	// AgentSuspended: it is not waited for.
+	AgentSuspended = "suspended"
+	// AgentLeft: its gateway accepts nothing any more.
+	AgentLeft = "left"
+)
+
 // Agent is one agent, and through it one gateway.
 type Agent struct {
 	// ID is its pod's UID, Name the pod's namespace/name.
@@ -218,8 +232,7 @@ type Agent struct {
 	Node string `json:"node,omitempty"`
 	// Gateway is the kind of its gateway.
 	Gateway string `json:"gateway,omitempty"`
-	// State is connected, missing (the API server lists it and it has no connection here), gone (it
-	// has none and is not listed), suspended, or left (its gateway accepts nothing any more).
+	// State is [AgentConnected] or another one.
 	State string `json:"state"`
 	// Label is directed, following or none: what its pod says of it. Ready is the pod's condition.
 	Label     string `json:"label"`

@@ -10,7 +10,7 @@ import (
 // should know of first, reportStates those of an agent that has not acknowledged first.
 var (
 	phases       = []string{"Queued", "Unrouting", "Quiescing", "Released"}
-	agentStates  = []string{"suspended", "missing", "connected", "left", "gone"}
+	agentStates  = []string{AgentSuspended, AgentMissing, AgentConnected, AgentLeft, AgentGone}
 	reportStates = []string{"unknown", "routing", "kept", "removed", "idle"}
 )
 

@@ -37,27 +37,28 @@ import (
 // made is a coordinator that knows what a test says.
 type made struct {
 	mu   sync.Mutex
-	view coordinator.View
+	view api.View
 }
 
-func (m *made) set(change func(v *coordinator.View)) {
+func (m *made) set(change func(v *api.View)) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	change(&m.view)
 }
 
-func (m *made) View(int, int) coordinator.View {
+func (m *made) View(int, int) api.View {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	v := m.view
 	v.At = time.Now()
+	// Its lists belong to the caller.
+	v.Barriers.Items, v.Agents.Items = slices.Clone(v.Barriers.Items), slices.Clone(v.Agents.Items)
 	return v
 }
 
-func (m *made) Reports() (time.Time, []coordinator.Report) {
-	ms := time.Millisecond
-	return time.Time{}, []coordinator.Report{{Namespace: "shop", Deletions: 312, InFlight: 41, Unmeasured: 2,
-		Took: []time.Duration{1900 * ms, 45 * ms, 10 * ms}}}
+func (m *made) Report() api.Report {
+	return api.Report{Namespaces: []api.NamespaceReport{{Namespace: "shop", Deletions: 312, InFlight: 41, Unmeasured: 2,
+		WaitSeconds: []float64{1.9, .045, .01}}}}
 }
 
 func (m *made) Acknowledgers([]drain.Service) ([]drain.Acknowledger, map[drain.AgentID]string) {
@@ -103,99 +104,100 @@ func (m *made) Review(_ context.Context, token string) error {
 
 // empty is a replica that has seen nothing.
 func empty() *made {
-	return &made{view: coordinator.View{
-		Began: time.Now().Add(-time.Hour), Lease: drain.Holder{Replica: "lameduck-webhook-5c9f7d4b8-mk2vp", Epoch: "e"},
-		Times: drain.DefaultTimes(), MaxHolds: 32, Propagation: []api.Propagation{},
+	return &made{view: api.View{
+		Replica: api.Replica{Name: "lameduck-webhook-5c9f7d4b8-mk2vp", Epoch: "e", Started: time.Now().Add(-time.Hour),
+			MaxHolds: 32, DeadlineSeconds: 30, IdleBoundSeconds: 10},
+		Drains: api.Drains{Items: []api.Drain{}}, Agents: api.Agents{Items: []api.Agent{}},
+		Barriers: api.Barriers{Items: []api.OpenBarrier{}, MissingPods: []string{}},
+		Outcomes: []api.Outcome{}, Propagation: []api.Propagation{},
 		TargetHealth: api.TargetHealth{Where: "at /v1/targets of each agent", Services: []api.ServiceHealth{}},
 	}}
+}
+
+// outcome is how a drain of a pod ended, after a time in seconds.
+func outcome(namespace, pod, uid string, at time.Time, reason drain.Reason, took float64) api.Outcome {
+	return api.Outcome{At: at, Namespace: namespace, Pod: pod, UID: uid, Gate: drain.AtHold.String(),
+		Reason: reason.String(), Abnormal: reason.Abnormal(), TookSeconds: &took, Silent: []string{}}
 }
 
 // busy is a replica with something of everything.
 func busy() *made {
 	m := empty()
 	now := time.Now()
-	pod := func(n int, name string) drain.Pod {
-		return drain.Pod{Namespace: "shop", Name: name, UID: drain.UID(fmt.Sprint("uid-", n))}
-	}
+	uid := func(n int) string { return fmt.Sprint("uid-", n) }
 	ago := func(d time.Duration) time.Time { return now.Add(-d) }
 	v := &m.view
-	v.Holds, v.Expected, v.Missing, v.Suspended, v.Elsewhere, v.Open = 2, 5, 1, 1, 2, 3
-	word := func(agent string, state drain.State, since time.Duration) coordinator.AgentReport {
-		w := coordinator.AgentReport{AgentReport: drain.AgentReport{Agent: drain.AgentID(agent), Name: agent,
-			State:     state,
-			Connected: true}, Gateway: "haproxy"}
+	v.Replica.Holds, v.Drains.Elsewhere, v.Drains.Open = 2, 2, 3
+	v.Agents.Expected, v.Agents.Missing, v.Agents.Suspended, v.Agents.Known = 5, 1, 1, 5
+	word := func(agent, gateway string, state drain.State, since time.Duration) api.AgentReport {
+		w := api.AgentReport{Agent: agent, Gateway: gateway, State: state.String(), Proof: drain.ProofNone.String(),
+			Connected: true}
 		if since > 0 {
 			w.Since = ago(since)
 		}
 		return w
 	}
-	away := word("edge/haproxy-eu-west-2", drain.StateUnknown, 0)
+	away := word("edge/haproxy-eu-west-2", "haproxy", drain.StateUnknown, 0)
 	away.Connected = false
-	v.Drains = []coordinator.Drain{
-		{Status: drain.Status{Pod: pod(1, "checkout-6f7f9c5d8b-l4kzt"), Phase: drain.Unrouting,
-			Since: ago(17 * time.Second), Deadline: now.Add(13 * time.Second), Begun: ago(17 * time.Second), Owed: 3,
-			Waiting: []drain.Waiting{{Name: "edge/haproxy-eu-west-2"}, {Name: "edge/haproxy-eu-west-1"}}},
-			Entered: ago(17 * time.Second), Told: ago(17 * time.Second),
-			Reports: []coordinator.AgentReport{away, word("edge/haproxy-eu-west-1", drain.Removed, 14*time.Second),
-				word("edge/haproxy-0", drain.Idle, 16*time.Second)}, Acknowledgers: 3},
-		{Status: drain.Status{Pod: pod(2, "web-7d9c5b6f4-x2x8q"), Phase: drain.Quiescing, Since: ago(2 * time.Second),
-			Deadline: now.Add(28 * time.Second), Begun: ago(2 * time.Second), Owed: 1,
-			Waiting: []drain.Waiting{{Name: "edge/haproxy-0"}}}, Entered: ago(time.Second), Told: ago(2 * time.Second),
-			Reports: []coordinator.AgentReport{word("edge/haproxy-0", drain.Removed, time.Second)}, Acknowledgers: 1},
-		{Status: drain.Status{Pod: pod(3, "web-7d9c5b6f4-9hvdm"), Phase: drain.Queued, Since: ago(time.Second),
-			Deadline: now.Add(29 * time.Second), Begun: ago(time.Second), Owed: 1}, Entered: ago(time.Second)},
+	v.Drains.Items = []api.Drain{
+		{Namespace: "shop", Pod: "checkout-6f7f9c5d8b-l4kzt", UID: uid(1), Phase: "Unrouting", Reason: "None",
+			PhaseSince: ago(17 * time.Second), Since: ago(17 * time.Second), Deadline: now.Add(13 * time.Second),
+			Told: ago(17 * time.Second), Owed: 3, Waiting: 2,
+			Reports: []api.AgentReport{away, word("edge/haproxy-eu-west-1", "haproxy", drain.Removed, 14*time.Second),
+				word("edge/haproxy-0", "haproxy", drain.Idle, 16*time.Second)}},
+		{Namespace: "shop", Pod: "web-7d9c5b6f4-x2x8q", UID: uid(2), Phase: "Quiescing", Reason: "None",
+			PhaseSince: ago(time.Second), Since: ago(2 * time.Second), Deadline: now.Add(28 * time.Second),
+			Told: ago(2 * time.Second), Owed: 1, Waiting: 1,
+			Reports: []api.AgentReport{word("edge/haproxy-0", "haproxy", drain.Removed, time.Second)}},
+		{Namespace: "shop", Pod: "web-7d9c5b6f4-9hvdm", UID: uid(3), Phase: "Queued", Reason: "None",
+			PhaseSince: ago(time.Second), Since: ago(time.Second), Deadline: now.Add(29 * time.Second), Owed: 1,
+			Reports: []api.AgentReport{}},
 	}
 	for i, a := range []struct {
-		name            string
-		gateway         string
-		connected, susp bool
-		removed         time.Duration
+		name           string
+		gateway, state string
+		removed        float64
 	}{
-		{"edge/haproxy-0", "haproxy", true, false, 4200 * time.Microsecond},
-		{"edge/haproxy-eu-west-1", "haproxy", true, false, 11 * time.Millisecond},
-		{"edge/haproxy-eu-west-2", "haproxy", false, false, 8 * time.Millisecond},
-		{"lameduck-node/agent-7kq2x", "kube-proxy", true, false, 240 * time.Millisecond},
-		{"edge/haproxy-canary", "haproxy", true, true, 0},
+		{"edge/haproxy-0", "haproxy", api.AgentConnected, .0042},
+		{"edge/haproxy-eu-west-1", "haproxy", api.AgentConnected, .011},
+		{"edge/haproxy-eu-west-2", "haproxy", api.AgentMissing, .008},
+		{"lameduck-node/agent-7kq2x", "kube-proxy", api.AgentConnected, .24},
+		{"edge/haproxy-canary", "haproxy", api.AgentSuspended, 0},
 	} {
-		known := drain.AgentInfo{ID: drain.AgentID(fmt.Sprint("agent-", i)), Name: a.name, Expected: true, Ready: true,
-			Connected: a.connected, Declared: true, Services: 12 + i, Suspended: a.susp}
-		if !a.connected {
-			known.Lost = ago(17 * time.Second)
+		known := api.Agent{ID: fmt.Sprint("agent-", i), Name: a.name, Gateway: a.gateway, State: a.state, Label: "none",
+			Ready: true, Connected: a.state != api.AgentMissing, Suspended: a.state == api.AgentSuspended,
+			Since: ago(50 * time.Minute), Declared: true, Services: 12 + i, Protocol: 1, Features: []string{"leave"},
+			Reported: ago(time.Second), ReportAgeSeconds: .003, RemovedSeconds: a.removed, IdleSeconds: a.removed * 5}
+		if !known.Connected {
+			known.Since = ago(17 * time.Second)
 		}
-		v.Agents = append(v.Agents, coordinator.Agent{AgentInfo: known, Gateway: a.gateway, Protocol: 1,
-			Features: []string{"leave"}, Connected: ago(50 * time.Minute), Posted: ago(time.Second),
-			Age: 3 * time.Millisecond, Removed: a.removed, Idle: a.removed * 5})
+		v.Agents.Items = append(v.Agents.Items, known)
 	}
 	reasons := []drain.Reason{drain.Acknowledged, drain.Acknowledged, drain.Deadline, drain.Acknowledged,
 		drain.Acknowledged, drain.Abandoned, drain.IdleBound, drain.PodDeleted}
 	for i := range 14 {
-		o := coordinator.Outcome{Pod: pod(100+i, "web-5b8d6c7f9-zz2x"+"bcdfghjklmnpqr"[i:i+1]),
-			At: ago(time.Duration(i*i+3) * time.Second), Reason: reasons[i%len(reasons)], End: drain.PodDeleted,
-			Took: time.Duration(31+i*17) * time.Millisecond}
-		switch o.Reason {
+		reason := reasons[i%len(reasons)]
+		o := outcome("shop", "web-5b8d6c7f9-zz2x"+"bcdfghjklmnpqr"[i:i+1], uid(100+i),
+			ago(time.Duration(i*i+3)*time.Second), reason, float64(31+i*17)/1000)
+		switch reason {
 		case drain.Deadline:
-			o.Took, o.Silent = 30*time.Second, []string{"edge/haproxy-canary"}
+			o.TookSeconds, o.Silent = new(30.0), []string{"edge/haproxy-canary"}
 		case drain.IdleBound:
-			o.Took, o.Silent = 10*time.Second, []string{"edge/haproxy-0"}
+			o.TookSeconds, o.Silent = new(10.0), []string{"edge/haproxy-0"}
 		}
 		v.Outcomes = append(v.Outcomes, o)
 	}
-	v.OpenBarriers, v.Barred = 2, 1
-	node := func(name string, state drain.State, since time.Duration) coordinator.AgentReport {
-		w := word(name, state, since)
-		w.Gateway = "kube-proxy"
-		return w
-	}
-	v.Barriers = []coordinator.OpenBarrier{
-		{View: drain.View{Status: drain.Status{Pod: pod(41, "cart-75c8d9f7b-tt2xz"), Phase: drain.Unrouting,
-			Since: ago(4 * time.Second), Deadline: now.Add(26 * time.Second), Owed: 3,
-			Waiting: []drain.Waiting{{Name: "lameduck-node/agent-7kq2x"}}, Stated: 25 * time.Second},
-			ByName: "lameduck-node/agent-4s8mf", Last: true},
-			Reports: []coordinator.AgentReport{node("lameduck-node/agent-7kq2x", drain.Routing, 3*time.Second),
-				node("lameduck-node/agent-4s8mf", drain.Idle, time.Second)}, Entered: ago(4 * time.Second)},
-		{View: drain.View{Status: drain.Status{Pod: pod(42, "cart-75c8d9f7b-9mhd4"), Phase: drain.Released,
-			Reason: drain.Acknowledged, Since: ago(6 * time.Second), Deadline: now.Add(24 * time.Second), Owed: 3},
-			ByName: "lameduck-node/agent-7kq2x"}, Entered: ago(5 * time.Second)},
+	v.Barriers.Open, v.Barriers.Hooks = 2, 1
+	v.Barriers.Items = []api.OpenBarrier{
+		{Namespace: "shop", Pod: "cart-75c8d9f7b-tt2xz", UID: uid(41), Phase: "Unrouting", Reason: "None",
+			PhaseSince: ago(4 * time.Second), Since: ago(4 * time.Second), Deadline: now.Add(26 * time.Second), Owed: 3,
+			Waiting: 1, StatedSeconds: 25, StatedUntil: now.Add(21 * time.Second),
+			AskedBy: "lameduck-node/agent-4s8mf", Last: true, Uncovered: []string{},
+			Reports: []api.AgentReport{word("lameduck-node/agent-7kq2x", "kube-proxy", drain.Routing, 3*time.Second),
+				word("lameduck-node/agent-4s8mf", "kube-proxy", drain.Idle, time.Second)}},
+		{Namespace: "shop", Pod: "cart-75c8d9f7b-9mhd4", UID: uid(42), Phase: "Released", Reason: "Acknowledged",
+			PhaseSince: ago(5 * time.Second), Since: ago(6 * time.Second), Deadline: now.Add(24 * time.Second), Owed: 3,
+			AskedBy: "lameduck-node/agent-7kq2x", Uncovered: []string{}, Reports: []api.AgentReport{}},
 	}
 	believe := func(name string, c api.TargetCounts, open bool, targets ...api.UnhealthyTarget) api.GatewayHealth {
 		return api.GatewayHealth{Agent: name, Gateway: "haproxy", TargetCounts: c, FailingOpen: open, Checked: true,
@@ -361,7 +363,7 @@ func TestThePageTeachesAndAdmits(t *testing.T) {
 		}
 	}
 	b.picture("made-empty", true)
-	m.set(func(v *coordinator.View) { *v = busy().view })
+	m.set(func(v *api.View) { *v = busy().view })
 	b.await("#drains-table", "checkout-6f7f9c5d8b-l4kzt")
 	if got := b.text("#drains-empty"); got != "" {
 		t.Errorf("with drains it still says %q", got)
@@ -403,36 +405,30 @@ func TestThePageKnowsTheTime(t *testing.T) {
 		})
 	}
 	now := time.Now()
-	m.set(func(v *coordinator.View) {
-		v.Expected = 1
-		v.Agents = []coordinator.Agent{{AgentInfo: drain.AgentInfo{ID: "a", Name: "edge/haproxy-0", Expected: true,
-			Ready:     true,
-			Connected: true, Declared: true}, Connected: now.Add(-time.Hour)}}
-		v.Outcomes = []coordinator.Outcome{{Pod: drain.Pod{Namespace: "shop", Name: "web-1", UID: "u"},
-			At: now.Add(8*time.Second - 10*time.Minute), Reason: drain.Deadline, End: drain.PodDeleted,
-			Took: 30 * time.Second}}
+	m.set(func(v *api.View) {
+		v.Agents.Expected = 1
+		v.Agents.Items = []api.Agent{{ID: "a", Name: "edge/haproxy-0", State: api.AgentConnected, Ready: true,
+			Connected: true, Declared: true, Features: []string{}, Since: now.Add(-time.Hour)}}
+		v.Outcomes = []api.Outcome{outcome("shop", "web-1", "u", now.Add(8*time.Second-10*time.Minute), drain.Deadline, 30)}
 	})
 	said("shop/web-1 went")
 	b.await("#verdict", "all is well: 1 gateway is connected")
-	m.set(func(v *coordinator.View) {
+	m.set(func(v *api.View) {
 		now := time.Now()
-		v.Open = 1
-		v.Drains = []coordinator.Drain{{
-			Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "web-2", UID: "w"}, Phase: drain.Unrouting,
-				Since: now, Deadline: now.Add(10 * time.Second), Begun: now, Owed: 1,
-				Waiting: []drain.Waiting{{Name: "edge/haproxy-0"}}},
-			Entered: now, Told: now, Acknowledgers: 1,
-			Reports: []coordinator.AgentReport{{AgentReport: drain.AgentReport{Agent: "a", Name: "edge/haproxy-0",
-				State: drain.Routing, Connected: true, Since: now}}},
+		v.Drains.Open = 1
+		v.Drains.Items = []api.Drain{{Namespace: "shop", Pod: "web-2", UID: "w", Phase: "Unrouting", Reason: "None",
+			PhaseSince: now, Since: now, Deadline: now.Add(10 * time.Second), Told: now, Owed: 1, Waiting: 1,
+			Reports: []api.AgentReport{{Agent: "edge/haproxy-0", State: "routing", Proof: "none", Connected: true,
+				Since: now}},
 		}}
 	})
 	said("1 pod is draining, no gateway is late")
 	b.await("#verdict", "shop/web-2 has waited")
-	m.set(func(v *coordinator.View) {
-		v.Expected, v.Open, v.Drains = 0, 0, nil
-		gone := v.Agents[0] // not changed in place: a view that was taken has it
-		gone.Expected, gone.AgentInfo.Connected = false, false
-		v.Agents = []coordinator.Agent{gone}
+	m.set(func(v *api.View) {
+		v.Agents.Expected, v.Drains = 0, api.Drains{Items: []api.Drain{}}
+		gone := v.Agents.Items[0] // not changed in place: a view that was taken has it
+		gone.State, gone.Connected = api.AgentGone, false
+		v.Agents.Items = []api.Agent{gone}
 	})
 	b.await("#verdict", "No agent is left: deletions continue as without Lameduck.")
 }
@@ -490,7 +486,7 @@ func TestThePageLeavesAloneWhatIsTheSame(t *testing.T) {
 	b.await("#drains-table", "checkout-6f7f9c5d8b-l4kzt")
 	of[bool](b, "document.querySelector('#drains-table tbody tr').mark = 1, "+
 		"document.querySelectorAll('#drains-table tbody tr')[1].mark = 2, true")
-	m.set(func(v *coordinator.View) { v.Drains, v.Open = v.Drains[1:], 2 })
+	m.set(func(v *api.View) { v.Drains.Items, v.Drains.Open = v.Drains.Items[1:], 2 })
 	b.awaitThat("row less", func() bool {
 		return of[int](b,
 			"document.querySelectorAll('#drains-table tbody tr').length") == 2
@@ -597,9 +593,8 @@ func TestThePageExplains(t *testing.T) {
 // One namespace of several, chosen on the page or in its address. What is said first is about all.
 func TestThePageShowsOneNamespace(t *testing.T) {
 	m := busy()
-	m.view.Outcomes = append(m.view.Outcomes, coordinator.Outcome{
-		Pod: drain.Pod{Namespace: "pay", Name: "ledger-0", UID: "l"}, At: time.Now(), Reason: drain.Acknowledged,
-		End: drain.PodDeleted, Took: time.Millisecond})
+	m.view.Outcomes = append(m.view.Outcomes,
+		outcome("pay", "ledger-0", "l", time.Now(), drain.Acknowledged, .001))
 	url, _ := serve(t, m, "127.0.0.1:0")
 	b := start(t)
 	b.look(wide, "light")
