@@ -81,10 +81,10 @@ type onePropagation struct {
 }
 
 func merge(answers []answer[api.View]) whole {
-	w := whole{TypeMeta: kind("Status"), Coordinators: []coordinator{}, Drains: []oneDrain{}, Agents: []oneAgent{},
-		Outcomes: []oneOutcome{}, Propagation: []onePropagation{}, Barriers: []api.OpenBarrier{},
+	w := whole{TypeMeta: kind("Status"), Coordinators: []coordinator{}, Outcomes: []oneOutcome{}, Propagation: []onePropagation{}, Barriers: []api.OpenBarrier{},
 		BarrierMissingPods: []string{}, TargetHealth: api.TargetHealth{Services: []api.ServiceHealth{}}}
-	drains, agents := map[string]*oneDrain{}, map[string]*oneAgent{}
+	var drains []oneDrain
+	var agents []oneAgent
 	for _, a := range answers {
 		c := coordinator{Name: a.replica.name, Ready: a.replica.ready}
 		if a.err != nil {
@@ -97,23 +97,15 @@ func merge(answers []answer[api.View]) whole {
 		c.Drains, c.Expected, c.Connected = v.Drains.Open, v.Agents.Expected, v.Agents.Expected-v.Agents.Missing
 		w.Coordinators = append(w.Coordinators, c)
 		for _, d := range v.Drains.Items {
-			one := oneDrain{d, []string{c.Name}, v.At.Sub(d.Since).Seconds(), d.Deadline.Sub(v.At).Seconds()}
-			if had := drains[d.UID]; had != nil {
-				had.join(one)
-			} else {
-				drains[d.UID] = &one
-			}
+			drains = append(drains,
+				oneDrain{d, []string{c.Name}, v.At.Sub(d.Since).Seconds(), d.Deadline.Sub(v.At).Seconds()})
 		}
 		for _, g := range v.Agents.Items {
 			one := oneAgent{Agent: g, ConnectedTo: []string{}}
 			if g.Connected {
 				one.ConnectedTo = append(one.ConnectedTo, c.Name)
 			}
-			if had := agents[g.ID]; had != nil {
-				had.join(one)
-			} else {
-				agents[g.ID] = &one
-			}
+			agents = append(agents, one)
 		}
 		for _, o := range v.Outcomes {
 			w.Outcomes = append(w.Outcomes, oneOutcome{o, c.Name})
@@ -129,12 +121,8 @@ func merge(answers []answer[api.View]) whole {
 			w.Propagation = append(w.Propagation, onePropagation{p, c.Name})
 		}
 	}
-	for _, d := range drains {
-		w.Drains = append(w.Drains, *d)
-	}
-	for _, g := range agents {
-		w.Agents = append(w.Agents, *g)
-	}
+	w.Drains = api.Joined(func(d oneDrain) string { return d.UID }, drains)
+	w.Agents = api.Joined(func(g oneAgent) string { return g.ID }, agents)
 	slices.SortFunc(w.Drains, func(a, b oneDrain) int {
 		return cmp.Or(-cmp.Compare(a.AgeSeconds, b.AgeSeconds), cmp.Compare(a.UID, b.UID))
 	})
@@ -150,15 +138,15 @@ func merge(answers []answer[api.View]) whole {
 	return w
 }
 
-// join takes in what another coordinator says of the drain.
-func (d *oneDrain) join(other oneDrain) {
-	d.Drain, d.Coordinators = d.Drain.Join(other.Drain), append(d.Coordinators, other.Coordinators...)
-	d.AgeSeconds = max(d.AgeSeconds, other.AgeSeconds)
-	d.RemainingSeconds = min(d.RemainingSeconds, other.RemainingSeconds)
+// Join takes in what another coordinator says of the drain.
+func (d oneDrain) Join(other oneDrain) oneDrain {
+	return oneDrain{d.Drain.Join(other.Drain), append(d.Coordinators, other.Coordinators...),
+		max(d.AgeSeconds, other.AgeSeconds), min(d.RemainingSeconds, other.RemainingSeconds)}
 }
 
-func (g *oneAgent) join(other oneAgent) {
-	g.Agent, g.ConnectedTo = g.Agent.Join(other.Agent), append(g.ConnectedTo, other.ConnectedTo...)
+// Join takes in what another coordinator says of the agent.
+func (g oneAgent) Join(other oneAgent) oneAgent {
+	return oneAgent{g.Agent.Join(other.Agent), append(g.ConnectedTo, other.ConnectedTo...)}
 }
 
 func in(drains []oneDrain, namespace string) []oneDrain {
