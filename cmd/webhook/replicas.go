@@ -4,8 +4,6 @@ import (
 	"context"
 	"crypto/tls"
 	"crypto/x509"
-	"encoding/base64"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -18,10 +16,8 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 
-	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/identity"
 	"github.com/lameduck-io/lameduck/internal/peers"
-	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -41,33 +37,30 @@ type replicas struct {
 	*peers.Peers
 	namespace string
 	who       *identity.Kubernetes
-	// username is that of the service account that all replicas share. port is that of the API for
-	// agents.
-	username, port string
+	// port is that of the API for agents.
+	port string
 }
 
-// newReplicas returns nil without a token file: this replica then asks no other.
+// newReplicas returns the other replicas, none until the watch names them. Without a token file there
+// are none.
 func newReplicas(o options, who *identity.Kubernetes, certificates *servingTLS, log *slog.Logger) (*replicas, error) {
-	if o.tokenFile == "" {
-		return nil, nil
-	}
 	token := func() (string, error) {
 		text, err := os.ReadFile(o.tokenFile)
 		return strings.TrimSpace(string(text)), err
 	}
-	first, err := token()
-	if err != nil {
-		return nil, fmt.Errorf("%w: --token-file: %w", errUsage, err)
-	}
-	username, err := subject(first)
-	if err != nil {
-		return nil, fmt.Errorf("%w: --token-file %q: %w", errUsage, o.tokenFile, err)
+	if o.tokenFile != "" {
+		first, err := token()
+		if err == nil {
+			who.Replicas, err = identity.Subject(first)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("%w: --token-file %q: %w", errUsage, o.tokenFile, err)
+		}
 	}
 	_, port, err := net.SplitHostPort(o.Addresses.Agents)
 	if err != nil {
 		return nil, fmt.Errorf("%w: --agents-address %q: %w", errUsage, o.Addresses.Agents, err)
 	}
-	who.Replicas = username
 	dialer := &net.Dialer{Timeout: peerConnect}
 	client := &http.Client{Transport: &http.Transport{
 		DialTLSContext: func(ctx context.Context, network, address string) (net.Conn, error) {
@@ -84,42 +77,19 @@ func newReplicas(o options, who *identity.Kubernetes, certificates *servingTLS, 
 		MaxIdleConnsPerHost: peerConns, IdleConnTimeout: time.Minute,
 	}}
 	return &replicas{
-		Peers: peers.New(o.ordinal, o.replica, client, token, log), namespace: o.namespace, who: who,
-		username: username, port: port,
+		Peers: peers.New(o.ordinal, o.replica, client, token, log), namespace: o.namespace, who: who, port: port,
 	}, nil
-}
-
-// subject returns who a JSON Web Token is for. It is not verified: it is this replica's own.
-func subject(token string) (string, error) {
-	parts := strings.Split(token, ".")
-	if len(parts) != 3 {
-		return "", errors.New("not a JSON Web Token")
-	}
-	text, err := base64.RawURLEncoding.DecodeString(parts[1])
-	if err != nil {
-		return "", fmt.Errorf("claims: %w", err)
-	}
-	var claims struct {
-		Subject string `json:"sub"`
-	}
-	if err := json.Unmarshal(text, &claims); err != nil {
-		return "", fmt.Errorf("claims: %w", err)
-	}
-	if claims.Subject == "" {
-		return "", errors.New("it has no subject")
-	}
-	return claims.Subject, nil
 }
 
 // set records a pod of the cluster, if it is one of a replica.
 func (r *replicas) set(p *corev1.Pod) {
-	if r == nil || p.Namespace != r.namespace || p.Name == r.Name {
+	if p.Namespace != r.namespace || p.Name == r.Name {
 		return
 	}
 	ordinal, err := strconv.Atoi(p.Labels[ordinalLabel])
 	over := p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed
 	if err != nil || over || p.Status.PodIP == "" ||
-		identity.Username(p.Namespace, p.Spec.ServiceAccountName) != r.username {
+		identity.Username(p.Namespace, p.Spec.ServiceAccountName) != r.who.Replicas {
 		r.gone(p)
 		return
 	}
@@ -129,37 +99,10 @@ func (r *replicas) set(p *corev1.Pod) {
 }
 
 func (r *replicas) gone(p *corev1.Pod) {
-	if r != nil && p.Namespace == r.namespace {
+	if p.Namespace == r.namespace {
 		r.who.ExpectReplica(drain.AgentID(p.UID), false)
 		r.Remove(p.Name)
 	}
-}
-
-// others returns the other replicas for the handler.
-func (r *replicas) others() admission.Others {
-	if r == nil {
-		return nil
-	}
-	return r.Peers
-}
-
-// table returns the table of the other replicas, for readiness.
-func (r *replicas) table() *peers.Table {
-	if r == nil {
-		return nil
-	}
-	return &r.Table
-}
-
-// run adopts the open drains of the other replicas as soon as the replicas are known, and then
-// polls them. If this replica asks no others it only waits.
-func (r *replicas) run(ctx context.Context, coord *coordinator.Coordinator, synced func() bool) error {
-	if r == nil {
-		<-ctx.Done()
-		return nil
-	}
-	r.Polled = coord.Polled
-	return r.Run(ctx, synced)
 }
 
 // poolOf returns the certificates of a PEM file.

@@ -111,12 +111,10 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		return err
 	}
 	started := time.Now()
-	ready := &peers.Readiness{Certificate: proof.ready, Others: others.table(), Up: func() time.Duration {
+	ready := &peers.Readiness{Certificate: proof.ready, Others: &others.Table, Up: func() time.Duration {
 		return time.Since(started)
 	}}
-	if others != nil {
-		others.Able = ready.Check
-	}
+	others.Able = ready.Check
 	coord := coordinator.New(self, o.times, coordinator.Options{
 		Able:     ready.Check,
 		MaxHolds: o.Holds.Most, MaxHoldsPerOwner: o.Holds.PerOwner, Pods: pods{live}, Authenticate: who, Log: log,
@@ -159,7 +157,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 			Slices: around.Index,
 			Mode:   o.Mode, Coverage: covers, Started: started,
 		},
-		Times: o.times, Events: notes, Log: log, Metrics: metrics, Replica: o.replica, Others: others.others(),
+		Times: o.times, Events: notes, Log: log, Metrics: metrics, Replica: o.replica, Others: others.Peers,
 	}
 	coord.Claimant = handler
 	mutator := &admission.Mutator{Reader: known, Services: services.HasSynced, Excluded: o.excluded,
@@ -198,16 +196,14 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 				return p.Annotations[admission.BarrierIDAnnotation] != ""
 			})
 		},
-	})
-	if others != nil {
-		view.Views = func(ctx context.Context) ([]api.View, []string) {
+		Views: func(ctx context.Context) ([]api.View, []string) {
 			return peers.Ask[api.View](ctx, others.Peers, wire.ShownPath)
-		}
-		view.Reports = func(ctx context.Context) ([]api.Report, []string) {
+		},
+		Reports: func(ctx context.Context) ([]api.Report, []string) {
 			return peers.Ask[api.Report](ctx, others.Peers, wire.ReportPath)
-		}
-	}
-	coord.Shown = view.Shown
+		},
+	})
+	coord.Shown, others.Polled = view.Shown, coord.Polled
 	log.Info("started", "holder", self.String(), "admission", listeners[0].Addr().String(),
 		"agents", listeners[1].Addr().String(),
 		"metrics", listeners[2].Addr().String(), "probes", listeners[3].Addr().String(), "hold", o.times.Hold.String(),
@@ -224,7 +220,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		serve.Task{Name: "coordinator", Run: coord.Run, Last: true},
 		serve.Task{Name: "roster", Run: roster.run, Last: true},
 		serve.Task{Name: "replicas", Run: func(ctx context.Context) error {
-			return others.run(ctx, coord, watch.synced)
+			return others.Run(ctx, watch.synced)
 		}, Last: true},
 		serve.Task{Name: "kinds of routes", Run: func(ctx context.Context) error {
 			return covers.Follow(ctx, known, live.RESTMapper(), log)

@@ -28,6 +28,7 @@ import (
 	"crypto/sha256"
 	"encoding/base64"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -82,7 +83,7 @@ const (
 type Kubernetes struct {
 	Client kubernetes.Interface
 	// Replicas is the user name of the coordinator's own service account. Who has it needs no
-	// right: it is a replica.
+	// right: it is a replica. Empty: there are no other replicas.
 	Replicas string
 
 	// strangers, agents and operators limit questions about their tokens, rights those about
@@ -300,8 +301,9 @@ const maxToken = 16 << 10
 
 // claims are what a JSON Web Token says of itself.
 type claims struct {
-	Expires    int64 `json:"exp"`
-	Issued     int64 `json:"iat"`
+	Subject    string `json:"sub"`
+	Expires    int64  `json:"exp"`
+	Issued     int64  `json:"iat"`
 	Kubernetes struct {
 		Pod struct {
 			UID drain.AgentID `json:"uid"`
@@ -320,6 +322,15 @@ func claimsOf(token string) (c claims, ok bool) {
 		return claims{}, false
 	}
 	return c, c.Expires != 0
+}
+
+// Subject returns the user whom a token of this process's own is for. It is not verified.
+func Subject(token string) (string, error) {
+	c, _ := claimsOf(token)
+	if c.Subject == "" {
+		return "", errors.New("not a JSON Web Token with a subject")
+	}
+	return c.Subject, nil
 }
 
 // end is when a token ends that was just called valid. If that is over, this replica's clock is
@@ -358,12 +369,12 @@ func identify(user bearer) (coordinator.Identity, error) {
 		Username: user.Username, Until: user.until}, nil
 }
 
-// MayAcknowledge implements [coordinator.Authorizer].
+// MayAcknowledge implements [coordinator.Authenticator].
 func (k *Kubernetes) MayAcknowledge(ctx context.Context, who coordinator.Identity, namespace string) (bool, error) {
 	return k.acknowledges(ctx, who.Username, namespace, rememberNo, lane{k.rights})
 }
 
-// MayAskBarriers implements [coordinator.Authorizer].
+// MayAskBarriers implements [coordinator.Authenticator].
 func (k *Kubernetes) MayAskBarriers(ctx context.Context, who coordinator.Identity) (bool, error) {
 	return k.may(ctx, "create", right{resource: barriers, username: who.Username}, rememberNo, lane{k.rights})
 }
