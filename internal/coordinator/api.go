@@ -55,8 +55,8 @@ type Identity struct {
 	Name string
 	// Username is the user whose rights are checked.
 	Username string
-	// Everywhere: it may acknowledge drains in every namespace. If not, an [Authorizer] is asked
-	// for each namespace.
+	// Everywhere: it may acknowledge drains in every namespace. If not, the [Authenticator] is
+	// asked for each namespace.
 	Everywhere bool
 	// Replica: it is not an agent but a replica of the coordinator.
 	Replica bool
@@ -72,15 +72,9 @@ var (
 	ErrForbidden       = errors.New("not allowed to acknowledge drains")
 )
 
-// Authenticator identifies the caller that presents a bearer token.
+// Authenticator identifies the caller that presents a bearer token, and checks its rights.
 type Authenticator interface {
 	Authenticate(ctx context.Context, token string) (Identity, error)
-}
-
-// Authorizer is an Authenticator that also checks rights by namespace. A coordinator whose
-// Authenticator is not an Authorizer serves no barriers, and accepts declarations only from agents
-// that may acknowledge drains everywhere.
-type Authorizer interface {
 	// MayAcknowledge reports whether who may acknowledge drains of the pods of namespace; "" is
 	// every namespace. It is asked again for as long as the agent has a stream.
 	MayAcknowledge(ctx context.Context, who Identity, namespace string) (bool, error)
@@ -312,14 +306,10 @@ func (c *Coordinator) authorize(ctx context.Context, who Identity, routes []drai
 		return refusal{http.StatusForbidden, fmt.Sprintf("routes: in %d namespaces, more than %d need the right to "+
 			"acknowledge in all", len(namespaces), maxNamespaces)}
 	}
-	authorizer, can := c.Authenticate.(Authorizer)
 	for _, namespace := range namespaces {
-		allowed := false
-		if can {
-			var err error
-			if allowed, err = authorizer.MayAcknowledge(ctx, who, namespace); err != nil {
-				return refusal{http.StatusServiceUnavailable, err.Error()}
-			}
+		allowed, err := c.Authenticate.MayAcknowledge(ctx, who, namespace)
+		if err != nil {
+			return refusal{http.StatusServiceUnavailable, err.Error()}
 		}
 		if !allowed {
 			first := slices.IndexFunc(routes, func(r drain.Route) bool { return r.Service.Namespace == namespace })
@@ -343,10 +333,6 @@ func namespacesOf(routes []drain.Route) []string {
 // watchRights ends the streams of agents whose right was withdrawn, until ctx is done. A check that
 // fails ends none.
 func (c *Coordinator) watchRights(ctx context.Context) {
-	authorizer, can := c.Authenticate.(Authorizer)
-	if !can {
-		return
-	}
 	ticker := time.NewTicker(rightsEvery)
 	defer ticker.Stop()
 	type right struct{ username, namespace string }
@@ -370,7 +356,7 @@ func (c *Coordinator) watchRights(ctx context.Context) {
 			}
 		})
 		for what, who := range rights {
-			if allowed, err := authorizer.MayAcknowledge(ctx, who, what.namespace); err != nil || allowed {
+			if allowed, err := c.Authenticate.MayAcknowledge(ctx, who, what.namespace); err != nil || allowed {
 				continue
 			}
 			c.change(func() {

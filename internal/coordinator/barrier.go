@@ -66,9 +66,6 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 	if err := checkBarrier(asked); err != nil {
 		return nil, err
 	}
-	if c.PodContexts == nil {
-		return nil, refusal{http.StatusServiceUnavailable, "this replica knows nothing of pods"}
-	}
 	if !c.current(who.Agent, asked.Session) {
 		return nil, errStale
 	}
@@ -294,11 +291,7 @@ func (b *Bar) Answer() wire.BarrierStatus {
 // podContext checks that who may ask, and reads the context of the pod.
 func (c *Coordinator) podContext(ctx context.Context, who Identity, asked wire.BarrierRequest) (PodContext, error) {
 	var s PodContext
-	var err error
-	allowed := false
-	if authorizer, can := c.Authenticate.(Authorizer); can {
-		allowed, err = authorizer.MayAskBarriers(ctx, who)
-	}
+	allowed, err := c.Authenticate.MayAskBarriers(ctx, who)
 	if err == nil && !allowed {
 		return s, refusal{http.StatusForbidden, who.Username + " may not ask for barriers: grant the verb create on " +
 			"barriers.lameduck.io by a ClusterRoleBinding, as manifests/barrier does"}
@@ -356,9 +349,6 @@ func (c *Coordinator) passed(b *Bar, uncovered []string) {
 // the end, or it came before the barrier was asked for.
 func (c *Coordinator) lookAtBarriers(ctx context.Context, pods []drain.Pod) {
 	for _, pod := range pods {
-		if c.PodContexts == nil {
-			return
-		}
 		if s, err := c.PodContexts.PodContext(ctx, "", pod); err == nil && !s.Known {
 			c.Deleted(pod.UID)
 		}

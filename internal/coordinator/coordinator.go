@@ -76,19 +76,19 @@ type Options struct {
 	// use up all of them. 0: no bound but MaxHolds.
 	MaxHoldsPerOwner int
 	Pods             Pods
-	// PodContexts is asked at the barrier. Nil: this replica serves none.
+	// PodContexts is asked at the barrier.
 	PodContexts PodContexts
 	// Scope is which agents are asked there, Sampling when only a sample is; the zero value is the
 	// default. MaxBarriers bounds the waiting hooks. 0: 2048.
 	Scope       drain.Scope
 	Sampling    drain.Sampling
 	MaxBarriers int
-	// Claimant judges deletions for the others; nil: none asks. Able is why this replica cannot
-	// judge deletions now; nil: it always can.
+	// Claimant judges deletions for the others. Able is why this replica cannot judge deletions
+	// now; nil: it always can.
 	Claimant Claimant
 	Able     func() error
 	// Shown returns what other replicas are told that show operators all replicas: the report, or
-	// the view. Nil: nothing.
+	// the view.
 	Shown func(report bool) any
 	// Authenticate identifies an agent by its bearer token.
 	Authenticate Authenticator

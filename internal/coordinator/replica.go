@@ -26,7 +26,7 @@ func (c *Coordinator) claim(w http.ResponseWriter, r *http.Request, _ Identity) 
 			fmt.Sprintf("pod: uid is required, and each name at most %d bytes", wire.MaxName)}
 	}
 	claimed := wire.Claimed{}
-	if !claim.OnlyAsked && c.Claimant != nil && c.Able() == nil {
+	if !claim.OnlyAsked && c.Able() == nil {
 		claimed = c.Claimant.Claim(r.Context(), claim)
 	}
 	c.mu.Lock()
@@ -53,9 +53,6 @@ func (c *Coordinator) replica(http.ResponseWriter, *http.Request, Identity) (any
 
 // shown tells another replica what this one shows operators.
 func (c *Coordinator) shown(_ http.ResponseWriter, r *http.Request, _ Identity) (any, error) {
-	if c.Shown == nil {
-		return nil, refusal{http.StatusNotFound, "this replica shows nothing"}
-	}
 	return c.Shown(r.URL.Path == wire.ReportPath), nil
 }
 

@@ -70,7 +70,7 @@ func (k tokens) Authenticate(_ context.Context, token string) (Identity, error) 
 	}
 }
 
-// MayAcknowledge implements Authorizer: agents may in the namespace shop, and nothing is known of
+// MayAcknowledge implements Authenticator: agents may in the namespace shop, and nothing is known of
 // the namespace hidden.
 func (k tokens) MayAcknowledge(_ context.Context, _ Identity, namespace string) (bool, error) {
 	if k.revoked != nil {
@@ -84,7 +84,7 @@ func (k tokens) MayAcknowledge(_ context.Context, _ Identity, namespace string) 
 	return namespace == "shop" || namespace == "", nil
 }
 
-// MayAskBarriers implements Authorizer: each agent may but the one with the name gateway, and
+// MayAskBarriers implements Authenticator: each agent may but the one with the name gateway, and
 // nothing is known of the agent hidden.
 func (k tokens) MayAskBarriers(_ context.Context, who Identity) (bool, error) {
 	if who.Agent == "hidden" {

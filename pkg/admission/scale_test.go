@@ -98,6 +98,10 @@ func (anybody) Authenticate(context.Context, string) (coordinator.Identity, erro
 	return coordinator.Identity{Agent: "agent-1", Name: "edge/haproxy-1", Username: "edge", Everywhere: true}, nil
 }
 
+func (anybody) MayAcknowledge(context.Context, coordinator.Identity, string) (bool, error) { return true, nil }
+
+func (anybody) MayAskBarriers(context.Context, coordinator.Identity) (bool, error) { return true, nil }
+
 // replicaSet is one of n ready pods behind shop/web, with the real coordinator, ledger, index and
 // wire. Pods that may go are terminating 20 ms later, and EndpointSlices say so after 200 ms more.
 type replicaSet struct {

@@ -323,6 +323,12 @@ func (anybody) Authenticate(_ context.Context, token string) (coordinator.Identi
 	return coordinator.Identity{Agent: drain.AgentID(token), Name: "bench/" + token, Everywhere: true}, nil
 }
 
+func (anybody) MayAcknowledge(context.Context, coordinator.Identity, string) (bool, error) {
+	return true, nil
+}
+
+func (anybody) MayAskBarriers(context.Context, coordinator.Identity) (bool, error) { return true, nil }
+
 // unknownPods is a Pods that cannot read any pod.
 type unknownPods struct{}
 
