@@ -23,6 +23,8 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	toolscache "k8s.io/client-go/tools/cache"
+
+	"github.com/lameduck-io/lameduck/internal/signal"
 )
 
 const (
@@ -77,7 +79,7 @@ type Options struct {
 // New.
 type Keeper struct {
 	Options
-	wake chan struct{}
+	wake signal.Signal
 	// pace limits the writes against a client that keeps writing something else.
 	pace *rate.Limiter
 	// serving is what is served: of the current set and, while there is one, of the next.
@@ -93,7 +95,7 @@ type Keeper struct {
 
 // New returns a Keeper that has nothing to serve until it has run for a moment.
 func New(o Options) *Keeper {
-	return &Keeper{Options: o, wake: make(chan struct{}, 1), pace: rate.NewLimiter(rate.Every(lookPace), lookBurst)}
+	return &Keeper{Options: o, wake: signal.New(), pace: rate.NewLimiter(rate.Every(lookPace), lookBurst)}
 }
 
 var errNone = errors.New("there is no certificate yet: the Secret could not be read or written")
@@ -189,17 +191,13 @@ func (k *Keeper) watch(ctx context.Context, running *sync.WaitGroup, client rest
 		return // of a fake, which cannot watch by field: it is looked at every minute
 	}
 	selector := fields.OneTermEqualSelector("metadata.name", name)
-	wake := func() {
-		select {
-		case k.wake <- struct{}{}:
-		default:
-		}
-	}
 	_, controller := toolscache.NewInformerWithOptions(toolscache.InformerOptions{
 		ListerWatcher: toolscache.NewListWatchFromClient(client, resource, namespace, selector),
 		ObjectType:    of,
 		Handler: toolscache.ResourceEventHandlerFuncs{
-			AddFunc: func(any) { wake() }, UpdateFunc: func(any, any) { wake() }, DeleteFunc: func(any) { wake() },
+			AddFunc:    func(any) { k.wake.Raise() },
+			UpdateFunc: func(any, any) { k.wake.Raise() },
+			DeleteFunc: func(any) { k.wake.Raise() },
 		},
 	})
 	running.Go(func() { controller.RunWithContext(ctx) })

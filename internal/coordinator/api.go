@@ -23,6 +23,7 @@ import (
 	"github.com/gorilla/mux"
 
 	"github.com/lameduck-io/lameduck/internal/serve"
+	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
@@ -517,7 +518,7 @@ func (c *Coordinator) leave(w http.ResponseWriter, r *http.Request, who Identity
 // stream is one agent's open stream.
 type stream struct {
 	*Session
-	woken chan struct{}
+	woken signal.Signal
 
 	// The other fields belong to the goroutine that serves the stream. lines is what it writes
 	// next.
@@ -525,13 +526,6 @@ type stream struct {
 	write func(lines []byte) error
 	// heard receives the error that ended reading from the stream.
 	heard chan error
-}
-
-func (s *stream) wake() {
-	select {
-	case s.woken <- struct{}{}:
-	default:
-	}
 }
 
 // stream serves one agent until the agent disconnects, a newer stream of the agent replaces this
@@ -655,9 +649,9 @@ func (c *Coordinator) feed(s *stream) {
 func (c *Coordinator) connect(r *http.Request, who Identity, offer wire.Offer, protocol int) (*stream, error) {
 	c.mu.Lock()
 	defer c.unlock()
-	now, s := time.Now(), &stream{woken: make(chan struct{}, 1)}
+	now, s := time.Now(), &stream{woken: signal.New()}
 	var err error
-	if s.Session, err = c.core.Connect(now, who, offer, protocol, s.wake); err != nil {
+	if s.Session, err = c.core.Connect(now, who, offer, protocol, s.woken.Raise); err != nil {
 		return nil, err
 	}
 	c.seen.connected(now, who.Agent, protocol, offer, r.RemoteAddr)

@@ -29,6 +29,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/internal/version"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
@@ -120,7 +121,7 @@ type Client struct {
 	addresses    []string
 	replicas     map[string]*replica
 	running      sync.WaitGroup
-	changed      chan struct{}
+	changed      signal.Signal
 	// learned is closed when all replicas known at some moment had sent the open drains of the
 	// declared Services.
 	learned     chan struct{}
@@ -132,7 +133,7 @@ type replica struct {
 	client  *Client
 	address string
 	cancel  context.CancelFunc
-	woken   chan struct{}
+	woken   signal.Signal
 	// declared is guarded by client.mu: the present stream has brought the open drains of the
 	// declared Services.
 	declared bool
@@ -152,7 +153,7 @@ type replica struct {
 
 // New returns a client without any replica.
 func New() *Client {
-	return &Client{replicas: map[string]*replica{}, changed: make(chan struct{}, 1),
+	return &Client{replicas: map[string]*replica{}, changed: signal.New(),
 		learned: make(chan struct{})}
 }
 
@@ -162,7 +163,7 @@ func (c *Client) Replicas(addresses []string) {
 	c.mu.Lock()
 	c.addresses = slices.Clone(addresses)
 	c.mu.Unlock()
-	poke(c.changed)
+	c.changed.Raise()
 }
 
 // Declare replaces Routes, and sends them to every replica. It never blocks.
@@ -185,7 +186,7 @@ func (c *Client) Wake() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, r := range c.replicas {
-		poke(r.woken)
+		r.woken.Raise()
 	}
 }
 
@@ -248,7 +249,7 @@ func (c *Client) Run(ctx context.Context) error {
 		for _, address := range c.addresses {
 			if c.replicas[address] == nil {
 				replicaCtx, cancel := context.WithCancel(ctx)
-				r := &replica{client: c, address: address, cancel: cancel, woken: make(chan struct{}, 1),
+				r := &replica{client: c, address: address, cancel: cancel, woken: signal.New(),
 					saying: make(chan struct{}, 1)}
 				c.replicas[address] = r
 				c.running.Go(func() { r.run(replicaCtx) })
@@ -442,7 +443,7 @@ func (r *replica) receive(session *Session, lines *lines, heard, complete func()
 		}
 		if changed = changed || news; changed && !lines.more() {
 			changed = false
-			poke(r.woken)
+			r.woken.Raise()
 		}
 	}
 }
@@ -603,11 +604,4 @@ func cause(ctx context.Context, err error) error {
 		return why
 	}
 	return err
-}
-
-func poke(c chan struct{}) {
-	select {
-	case c <- struct{}{}:
-	default:
-	}
 }

@@ -23,6 +23,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/agent/nodepods"
 	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/internal/serve"
+	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
@@ -365,13 +366,8 @@ type answer struct {
 
 // barrier walks through the steps of a [Wait].
 func (s *Server) barrier(p nodepods.Pod) (outcome, string) {
-	changed := make(chan struct{}, 1)
-	local := s.gateway.Watch(p.Targets, func() {
-		select {
-		case changed <- struct{}{}:
-		default:
-		}
-	})
+	changed := signal.New()
+	local := s.gateway.Watch(p.Targets, changed.Raise)
 	defer local.Close()
 	answers := make(chan answer, 1)
 	var asking sync.WaitGroup

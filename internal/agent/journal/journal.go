@@ -14,6 +14,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -83,7 +84,7 @@ type Journal struct {
 	disk Disk
 	log  *slog.Logger
 	lock *os.File
-	wake chan struct{}
+	wake signal.Signal
 
 	// writing is held during a write.
 	writing sync.Mutex
@@ -123,7 +124,7 @@ func Open(ctx context.Context, dir string, wrote func(error), log *slog.Logger) 
 // On reads the journal on disk, at the moment that is now and at. A nil disk means that the journal
 // is in memory only. wrote, which may be nil, is called after each attempt to write.
 func On(disk Disk, now time.Time, at Stamp, wrote func(error), log *slog.Logger) *Journal {
-	j := &Journal{disk: disk, wrote: wrote, log: log, wake: make(chan struct{}, 1),
+	j := &Journal{disk: disk, wrote: wrote, log: log, wake: signal.New(),
 		byUID: map[drain.UID]*exclusion{}, expiries: map[string]time.Time{}}
 	if disk == nil {
 		return j
@@ -315,10 +316,7 @@ func (j *Journal) prune(now time.Time) {
 func (j *Journal) changed(urgent bool) {
 	j.version++
 	if urgent {
-		select {
-		case j.wake <- struct{}{}:
-		default:
-		}
+		j.wake.Raise()
 	}
 }
 
