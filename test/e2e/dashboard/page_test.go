@@ -406,7 +406,7 @@ func TestThePageKnowsTheTime(t *testing.T) {
 	}
 	now := time.Now()
 	m.set(func(v *api.View) {
-		v.Agents.Expected = 1
+		v.Agents.Expected, v.Agents.Known = 1, 1
 		v.Agents.Items = []api.Agent{{ID: "a", Name: "edge/haproxy-0", State: api.AgentConnected, Ready: true,
 			Connected: true, Declared: true, Features: []string{}, Since: now.Add(-time.Hour)}}
 		v.Outcomes = []api.Outcome{outcome("shop", "web-1", "u", now.Add(8*time.Second-10*time.Minute), drain.Deadline, 30)}
