@@ -601,12 +601,9 @@ func (a *agent) forsake() {
 	s := a.services[i]
 	a.log("does not route %s any more", service(s))
 	a.services = slices.Delete(slices.Clone(a.services), i, i+1)
-	gone := a.index.Endpoints(types.NamespacedName{Namespace: service(s).Namespace, Name: service(s).Name}, "")
-	changes := make([]health.Change, len(gone))
-	for i, e := range gone {
-		changes[i] = health.Change{Endpoint: health.Endpoint{Target: e.Target}, Unlisted: true}
+	for _, c := range a.index.Delete(w.now, slice{}.object(s)) {
+		a.set.Change(w.now, pool(s), c.Changes)
 	}
-	a.set.Change(w.now, pool(s), changes)
 	a.declarations++
 	for _, l := range a.links {
 		if l.declared && !l.declaring {

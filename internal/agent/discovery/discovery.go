@@ -9,11 +9,10 @@ import (
 	"crypto/tls"
 	"fmt"
 	"log/slog"
-	"net"
 	"net/http"
 	"net/url"
 	"os"
-	"strconv"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -26,6 +25,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/internal/watch"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 // Config is where coordinators are and how to verify them.
@@ -116,15 +116,21 @@ func Follow(ctx context.Context, kube kubernetes.Interface, conf Config, dir str
 	service := types.NamespacedName{Namespace: namespace, Name: name}
 	index := endpoints.NewIndex()
 	index.Follow(endpoints.Port{Service: service, Name: conf.Port})
+	listed := map[health.Target]bool{}
 	told := func(changed []endpoints.PortChange) {
 		if len(changed) == 0 {
 			return
 		}
-		addresses := []string{}
-		for _, e := range index.Endpoints(service, conf.Port) {
-			addresses = append(addresses, "https://"+net.JoinHostPort(e.Addr.Addr().String(),
-				strconv.Itoa(int(e.Addr.Port()))))
+		for _, c := range changed[0].Changes { // one port is followed
+			if delete(listed, c.Target); !c.Unlisted {
+				listed[c.Target] = true
+			}
 		}
+		addresses := []string{}
+		for t := range listed {
+			addresses = append(addresses, "https://"+t.Addr.String())
+		}
+		slices.Sort(addresses)
 		remembered.set(addresses)
 		tell(addresses)
 	}
