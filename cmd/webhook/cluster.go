@@ -216,7 +216,9 @@ const (
 
 // events writes Events on pods, one after the other, without delaying answers.
 type events struct {
-	kube    kubernetes.Interface
+	kube kubernetes.Interface
+	// warned is told of each warning.
+	warned  func(pod drain.Pod, reason, message string)
 	replica string
 	log     *slog.Logger
 	queue   chan *eventsv1.Event
@@ -225,13 +227,18 @@ type events struct {
 	last map[string]time.Time
 }
 
-func newEvents(kube kubernetes.Interface, replica string, log *slog.Logger) *events {
-	return &events{kube: kube, replica: replica, log: log, queue: make(chan *eventsv1.Event, eventBacklog),
+func newEvents(kube kubernetes.Interface, replica string, warned func(pod drain.Pod, reason, message string),
+	log *slog.Logger) *events {
+	return &events{kube: kube, warned: warned, replica: replica, log: log, queue: make(chan *eventsv1.Event, eventBacklog),
 		last: map[string]time.Time{}}
 }
 
 // Event implements [admission.Events].
 func (e *events) Event(pod *corev1.Pod, warning bool, reason, message string) {
+	if warning {
+		e.warned(drain.Pod{Namespace: pod.Namespace, Name: pod.Name, UID: drain.UID(pod.UID)},
+			strings.TrimPrefix(reason, "Lameduck"), message)
+	}
 	now := time.Now()
 	key := string(pod.UID) + "/" + reason
 	if owner := metav1.GetControllerOf(pod); owner != nil && reason == "Lameduck"+drain.Uncovered.String() {

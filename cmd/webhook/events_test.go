@@ -10,12 +10,14 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes/fake"
 	"k8s.io/utils/ptr"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
 // A rollout of a hundred pods that something uncovered routes writes one Event, and a deadline is
 // named for each pod that met it.
 func TestAnOwnersUncoveredPodsAreOneEvent(t *testing.T) {
-	e := newEvents(fake.NewClientset(), "webhook-0", slog.New(slog.DiscardHandler))
+	e := newEvents(fake.NewClientset(), "webhook-0", func(drain.Pod, string, string) {}, slog.New(slog.DiscardHandler))
 	for owner := range 2 {
 		for n := range 50 {
 			pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "shop",

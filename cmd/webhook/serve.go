@@ -149,15 +149,14 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		Now: time.Now}
 	around.Known, around.Synced, around.Coverage = watch.synced, services.HasSynced, covers
 	around.Going = func(uid drain.UID) bool { return coord.Pod(uid).Terminating }
-	events := newEvents(kube, o.replica, log)
-	notes := &dashboard.Notes{Next: events}
+	events := newEvents(kube, o.replica, coord.Warned, log)
 	handler := &admission.Handler{
 		Cluster: &admission.Cluster{
 			Reader: known, Live: live, Ledger: coord, Synced: watch.synced, Excluded: o.excluded,
 			Slices: around.Index,
 			Mode:   o.Mode, Coverage: covers, Started: started,
 		},
-		Times: o.times, Events: notes, Log: log, Metrics: metrics, Replica: o.replica, Others: others.Peers,
+		Times: o.times, Events: events, Log: log, Metrics: metrics, Replica: o.replica, Others: others.Peers,
 	}
 	coord.Claimant = handler
 	mutator := &admission.Mutator{Reader: known, Services: services.HasSynced, Excluded: o.excluded,
@@ -189,7 +188,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	}
 	pod := podOf(known, watch.synced)
 	view := dashboard.New(dashboard.Options{
-		Coordinator: coord, Explainer: handler.Cluster, Reviewer: who, Notes: notes,
+		Coordinator: coord, Explainer: handler.Cluster, Reviewer: who,
 		Node: nodeOf(pod), Pod: pod, Coverage: covers.Of, Missing: missing, Log: log,
 		Summary: func(ctx context.Context) (coverage.Summary, error) {
 			return covers.Summary(ctx, o.excluded, func(p *corev1.Pod) bool {

@@ -52,7 +52,7 @@ func (h *history) passed(now time.Time, s drain.Status) {
 	}
 	b.passed = true
 	names, more := silent(s)
-	h.ended(now, drain.AtBarrier, s.Pod, s.Reason, now.Sub(s.Since), names, more)
+	h.outcomes.add(ended(now, drain.AtBarrier, s.Pod, s.Reason, now.Sub(s.Since), names, more), maxOutcomes)
 }
 
 // barrierOf returns the present state of one barrier.

@@ -71,6 +71,8 @@ type course struct {
 	reason   drain.Reason
 	silent   []string
 	more     int
+	// message is the last warning about the deletion, with its reason. See [Coordinator.Warned].
+	warned, message string
 }
 
 // times are the times of one kind of gateway.
@@ -202,7 +204,11 @@ func (h *history) turned(now time.Time, s drain.Status) {
 		if c.released.IsZero() || s.Reason == drain.Abandoned {
 			c.released, c.reason, c.silent, c.more = now, s.Reason, nil, 0
 		}
-		h.ended(now, drain.AtHold, s.Pod, c.reason, c.released.Sub(s.Begun), c.silent, c.more)
+		o := ended(now, drain.AtHold, s.Pod, c.reason, c.released.Sub(s.Begun), c.silent, c.more)
+		if c.message != "" {
+			warn(&o, c.warned, c.message)
+		}
+		h.outcomes.add(o, maxOutcomes)
 		return
 	}
 	if c.told.IsZero() && s.Phase != drain.Queued {
@@ -210,13 +216,47 @@ func (h *history) turned(now time.Time, s drain.Status) {
 	}
 }
 
-// ended records how a drain of a pod ended: why its deletion was allowed and how long that took, or
+// ended returns how a drain of a pod ended: why its deletion was allowed and how long that took, or
 // why it never was. names and more are those of silent.
-func (h *history) ended(now time.Time, gate drain.Gate, pod drain.Pod, reason drain.Reason, took time.Duration,
-	names []string, more int) {
+func ended(now time.Time, gate drain.Gate, pod drain.Pod, reason drain.Reason, took time.Duration, names []string,
+	more int) api.Outcome {
+	return api.Outcome{At: now, Namespace: pod.Namespace, Pod: pod.Name, UID: string(pod.UID), Gate: gate.String(),
+		Reason: reason.String(), Abnormal: reason.Abnormal(), TookSeconds: new(took.Seconds()),
+		Silent: append([]string{}, names...), MoreSilent: more}
+}
+
+// warnedFor is how long after the end of a drain a warning is still about that drain: the watch may
+// show the end before the call is answered.
+const warnedFor = time.Minute
+
+// Warned records, for operators, a warning to the API server about a pod whose deletion was allowed
+// without every acknowledgement, often without a drain.
+func (c *Coordinator) Warned(pod drain.Pod, reason, message string) {
+	c.locked(func() { c.seen.warned(time.Now(), pod, reason, message) })
+}
+
+func (h *history) warned(now time.Time, pod drain.Pod, reason, message string) {
+	if c := h.open[pod.UID]; c != nil {
+		c.warned, c.message = reason, message
+		return
+	}
+	for i := range h.outcomes.kept {
+		if o := &h.outcomes.kept[i]; o.UID == string(pod.UID) && o.Gate == drain.AtHold.String() && o.Message == "" &&
+			now.Sub(o.At) < warnedFor {
+			warn(o, reason, message)
+			return
+		}
+	}
 	h.outcomes.add(api.Outcome{At: now, Namespace: pod.Namespace, Pod: pod.Name, UID: string(pod.UID),
-		Gate: gate.String(), Reason: reason.String(), Abnormal: reason.Abnormal(), TookSeconds: new(took.Seconds()),
-		Silent: append([]string{}, names...), MoreSilent: more}, maxOutcomes)
+		Gate: drain.AtHold.String(), Reason: reason, Abnormal: true, Silent: []string{}, Message: message}, maxOutcomes)
+}
+
+// warn adds a warning to the outcome of a drain. Its reason says more than how the drain ended.
+func warn(o *api.Outcome, reason, message string) {
+	o.Message, o.Abnormal = message, true
+	if o.Reason == drain.PodDeleted.String() || o.Reason == drain.Abandoned.String() {
+		o.Reason = reason
+	}
 }
 
 // View returns what is known now, for operators, with at most drains drains and reports reports on

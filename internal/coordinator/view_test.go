@@ -126,6 +126,59 @@ func TestViewNamesTheSilent(t *testing.T) {
 	})
 }
 
+// Warnings and how drains ended are one list: of one deletion one line, whichever of the two is
+// known first.
+func TestWarningsAreOutcomes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := newHistory()
+		turned := func(name string, phase drain.Phase, reason drain.Reason) {
+			h.turned(time.Now(), drain.Status{Pod: pod(name), Phase: phase, Reason: reason, Begun: time.Now()})
+			time.Sleep(time.Second)
+		}
+		warned := func(name, reason string) {
+			h.warned(time.Now(), pod(name), reason, "why "+name)
+			time.Sleep(time.Second)
+		}
+		warned("cold", "Cold")
+		turned("last", drain.Unrouting, drain.ReasonNone)
+		warned("last", "LastTarget")
+		turned("last", drain.Closed, drain.PodDeleted)
+		turned("late", drain.Released, drain.Deadline)
+		warned("late", "Deadline")
+		turned("late", drain.Closed, drain.PodDeleted)
+		turned("fast", drain.Released, drain.Deadline)
+		turned("fast", drain.Closed, drain.PodDeleted)
+		warned("fast", "Deadline") // the watch was faster than the answer
+		turned("good", drain.Released, drain.Acknowledged)
+		turned("good", drain.Closed, drain.PodDeleted)
+		turned("open", drain.Unrouting, drain.ReasonNone)
+		warned("open", "Deadline")
+		warned("twice", "Deadline")
+		time.Sleep(10 * time.Minute)
+		turned("twice", drain.Released, drain.Acknowledged)
+		turned("twice", drain.Closed, drain.PodDeleted)
+		time.Sleep(10 * time.Minute)
+		warned("twice", "Cold")
+		var got []string
+		for _, o := range h.outcomes.newest() {
+			got = append(got, fmt.Sprintf("%s %s abnormal=%t %s", o.Pod, o.Reason, o.Abnormal, o.Message))
+		}
+		want := []string{"twice Cold abnormal=true why twice", "twice Acknowledged abnormal=false ",
+			"twice Deadline abnormal=true why twice", "good Acknowledged abnormal=false ",
+			"fast Deadline abnormal=true why fast", "late Deadline abnormal=true why late",
+			"last LastTarget abnormal=true why last", "cold Cold abnormal=true why cold"}
+		if !slices.Equal(got, want) {
+			t.Errorf("got\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+		}
+		for i := range 2 * maxOutcomes {
+			warned(fmt.Sprint("many-", i), "Cold")
+		}
+		if n := h.outcomes.newest(); len(n) != maxOutcomes || n[0].Pod != fmt.Sprint("many-", 2*maxOutcomes-1) {
+			t.Errorf("%d outcomes, the newest of %s", len(n), n[0].Pod)
+		}
+	})
+}
+
 // Whatever comes, what is remembered for operators stays small.
 func TestHistoryIsBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

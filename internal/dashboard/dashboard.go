@@ -78,14 +78,12 @@ type Reviewer interface {
 	Review(ctx context.Context, token string) error
 }
 
-// Options of a Dashboard. All but Notes, Node, Pod, Coverage, Summary and Missing are
+// Options of a Dashboard. All but Node, Pod, Coverage, Summary and Missing are
 // required.
 type Options struct {
 	Coordinator Coordinator
 	Explainer   Explainer
 	Reviewer    Reviewer
-	// Notes are what was said of deletions that went on without the gateways' word. Nil: nothing.
-	Notes *Notes
 	// Node returns the node of an agent's pod, "" if it is not known. Nil: none is.
 	Node func(name string, id drain.AgentID) string
 	// Pod returns a pod, nil if it is not known. It belongs to a cache. Nil: none is.

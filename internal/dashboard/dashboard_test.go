@@ -219,7 +219,6 @@ func TestNothingIsNull(t *testing.T) {
 	w := &world{}
 	w.view = empty()
 	d := newDashboard(w)
-	d.Notes = &Notes{Next: quiet{}}
 	check := func(when string) {
 		t.Helper()
 		for _, row := range routes {
@@ -246,7 +245,6 @@ func TestNothingIsNull(t *testing.T) {
 	w.view.Propagation = []api.Propagation{{}}
 	w.parties = []drain.Acknowledger{{}}
 	w.explain.Targets = []drain.Targets{{}}
-	d.Notes.Event(&corev1.Pod{}, true, "LameduckCold", "it was cold")
 	check("bare")
 }
 
@@ -258,10 +256,6 @@ func empty() api.View {
 		Propagation: []api.Propagation{}, TargetHealth: api.TargetHealth{Services: []api.ServiceHealth{}},
 	}
 }
-
-type quiet struct{}
-
-func (quiet) Event(*corev1.Pod, bool, string, string) {}
 
 // The page needs nothing from elsewhere, and no script in its text: else it would need a weaker
 // policy.
@@ -292,57 +286,6 @@ func TestThePageIsWhole(t *testing.T) {
 			}
 		}
 	}
-}
-
-// What was said of deletions and how drains ended are one list.
-func TestOutcomesJoinNotes(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		w := &world{}
-		d := newDashboard(w)
-		d.Notes = &Notes{Next: quiet{}}
-		say := func(name, reason string, warning bool) {
-			d.Notes.Event(&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: name,
-				UID: types.UID("uid-" + name)}}, warning, "Lameduck"+reason, "why "+name)
-			time.Sleep(time.Second)
-		}
-		ended := func(name string, reason drain.Reason) {
-			w.view.Outcomes = append([]api.Outcome{{Namespace: "shop", Pod: name, UID: "uid-" + name,
-				Gate: drain.AtHold.String(), At: time.Now(), Reason: reason.String(),
-				Abnormal: reason.Abnormal()}}, w.view.Outcomes...)
-			time.Sleep(time.Second)
-		}
-		say("waits", "Waiting", false)
-		say("cold", "Cold", true)
-		say("last", "LastTarget", true)
-		ended("last", drain.PodDeleted)
-		say("late", "Deadline", true)
-		ended("late", drain.Deadline)
-		ended("good", drain.Acknowledged)
-		say("open", "Deadline", true)
-		w.view.Drains.Items = []api.Drain{{UID: "uid-open"}}
-		say("twice", "Deadline", true)
-		time.Sleep(10 * time.Minute)
-		ended("twice", drain.Acknowledged)
-		var got []string
-		for _, o := range d.view().Outcomes {
-			got = append(got, fmt.Sprintf("%s %s abnormal=%t %s", o.Pod, o.Reason, o.Abnormal, o.Message))
-		}
-		want := []string{"twice Acknowledged abnormal=false ", "twice Deadline abnormal=true why twice",
-			"good Acknowledged abnormal=false ", "late Deadline abnormal=true why late",
-			"last LastTarget abnormal=true why last", "cold Cold abnormal=true why cold"}
-		if diff := cmp.Diff(want, got); diff != "" {
-			t.Error(diff)
-		}
-		for i := range 2 * maxNotes {
-			say(fmt.Sprint("many-", i), "Cold", true)
-		}
-		if n := d.Notes.newest(); len(n) != maxNotes || n[0].pod.Name != fmt.Sprint("many-", 2*maxNotes-1) {
-			t.Errorf("%d notes, the newest of %s", len(n), n[0].pod.Name)
-		}
-		if n := len(d.view().Outcomes); n != maxOutcomes {
-			t.Errorf("%d outcomes", n)
-		}
-	})
 }
 
 // Clients share a view, and it soon shows what has changed. One that takes long must not be

@@ -1,7 +1,6 @@
 package dashboard
 
 import (
-	"cmp"
 	"context"
 	"net/http"
 	"slices"
@@ -63,7 +62,7 @@ func ofAll(r *http.Request) bool { return r.URL.Query().Get("replicas") == "all"
 // view is that of the coordinator, with what is known of pods, and within bounds.
 func (d *Dashboard) view() api.View {
 	v := d.Coordinator.View(maxDrains, maxReports)
-	v.Outcomes = d.outcomesOf(v)
+	v.Outcomes = v.Outcomes[:min(len(v.Outcomes), maxOutcomes)]
 	d.addPods(&v.Barriers)
 	slices.SortStableFunc(v.Agents.Items, func(a, b api.Agent) int { return api.CompareAgents(a.State, b.State) })
 	v.Agents.Items = v.Agents.Items[:min(len(v.Agents.Items), maxAgents)]
@@ -74,45 +73,3 @@ func (d *Dashboard) view() api.View {
 	}
 	return v
 }
-
-// outcomesOf joins how drains ended with what was said of deletions that went on without the
-// gateways' word.
-func (d *Dashboard) outcomesOf(of api.View) []api.Outcome {
-	all := []api.Outcome{}
-	said := map[string]note{}
-	if d.Notes != nil {
-		for _, n := range d.Notes.newest() {
-			if _, newer := said[string(n.pod.UID)]; !newer {
-				said[string(n.pod.UID)] = n
-			}
-		}
-	}
-	for _, o := range of.Outcomes {
-		// What was said of an earlier drain of the pod, which was abandoned, is not of this one.
-		if n, ok := said[o.UID]; ok && o.Gate == drain.AtHold.String() && !n.at.Before(o.At.Add(-noteOfDrain)) {
-			o.Message, o.Abnormal = n.message, true
-			if o.Reason == drain.PodDeleted.String() || o.Reason == drain.Abandoned.String() {
-				o.Reason = n.reason
-			}
-			delete(said, o.UID)
-		}
-		all = append(all, o)
-	}
-	for _, one := range of.Drains.Items {
-		delete(said, one.UID) // it is not over
-	}
-	for _, n := range said {
-		all = append(all, api.Outcome{
-			At: n.at, Namespace: n.pod.Namespace, Pod: n.pod.Name, UID: string(n.pod.UID), Gate: drain.AtHold.String(),
-			Reason: n.reason, Abnormal: true, Silent: []string{}, Message: n.message,
-		})
-	}
-	slices.SortStableFunc(all, func(a, b api.Outcome) int {
-		return cmp.Or(b.At.Compare(a.At), cmp.Compare(a.UID, b.UID))
-	})
-	return all[:min(len(all), maxOutcomes)]
-}
-
-// noteOfDrain is how long after its answer a drain may still be open: until the pod is seen
-// terminating.
-const noteOfDrain = time.Minute
