@@ -5,7 +5,6 @@ import (
 	"crypto/tls"
 	"log/slog"
 	"net"
-	"strings"
 	"sync"
 	"time"
 
@@ -38,17 +37,6 @@ func dashboardTask(listener net.Listener, secure *tls.Config, d *dashboard.Dashb
 			Conns: dashboardConns, ReadTime: readTime, Grace: time.Second, Log: log,
 		}.Task().Run(ctx)
 	}}
-}
-
-// nodeOf returns the node of a pod, named namespace/name, if it is still the one with that UID.
-func nodeOf(podOf func(drain.Pod) *corev1.Pod) func(name string, id drain.AgentID) string {
-	return func(name string, id drain.AgentID) string {
-		namespace, name, _ := strings.Cut(name, "/")
-		if pod := podOf(drain.Pod{Namespace: namespace, Name: name, UID: drain.UID(id)}); pod != nil {
-			return pod.Spec.NodeName
-		}
-		return ""
-	}
 }
 
 // podOf returns a pod of the cache, if it is still the one with that UID.

@@ -93,20 +93,22 @@ func TestTheDashboardIsOpenOnLoopbackAlone(t *testing.T) {
 	}
 }
 
-func TestNodeOf(t *testing.T) {
+func TestPodOf(t *testing.T) {
 	synced := false
 	known := fake.NewClientBuilder().WithObjects(&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "edge", Name: "a",
 		UID: "uid-a"}, Spec: corev1.PodSpec{NodeName: "node-1"}}).Build()
-	node := nodeOf(podOf(known, func() bool { return synced }))
-	if got := node("edge/a", "uid-a"); got != "" {
-		t.Errorf("a cache that has not synced says %q, after it has waited for it", got)
+	of := podOf(known, func() bool { return synced })
+	if got := of(drain.Pod{Namespace: "edge", Name: "a", UID: "uid-a"}); got != nil {
+		t.Errorf("a cache that has not synced says %v, after it has waited for it", got)
 	}
 	synced = true
 	for name, want := range map[string]string{"edge/a uid-a": "node-1",
 		"edge/a uid-older": "", "edge/b uid-b": "", "uid-c uid-c": ""} {
 		pod, uid, _ := strings.Cut(name, " ")
-		if got := node(pod, drain.AgentID(uid)); got != want {
-			t.Errorf("%s: %q, want %q", name, got, want)
+		namespace, pod, _ := strings.Cut(pod, "/")
+		got := of(drain.Pod{Namespace: namespace, Name: pod, UID: drain.UID(uid)})
+		if (got != nil) != (want != "") || got != nil && got.Spec.NodeName != want {
+			t.Errorf("%s: %v, want %q", name, got, want)
 		}
 	}
 }

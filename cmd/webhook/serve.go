@@ -186,10 +186,9 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	if looks != nil {
 		log.Info("dashboard", "address", looks.Addr().String(), "open", dashboard.Loopback(looks.Addr()))
 	}
-	pod := podOf(known, watch.synced)
 	view := dashboard.New(dashboard.Options{
 		Coordinator: coord, Explainer: handler.Cluster, Reviewer: who,
-		Node: nodeOf(pod), Pod: pod, Coverage: covers.Of, Missing: missing, Log: log,
+		Pod: podOf(known, watch.synced), Coverage: covers.Of, Missing: missing, Log: log,
 		Summary: func(ctx context.Context) (coverage.Summary, error) {
 			return covers.Summary(ctx, o.excluded, func(p *corev1.Pod) bool {
 				return p.Annotations[admission.BarrierIDAnnotation] != ""

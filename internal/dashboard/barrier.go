@@ -36,9 +36,6 @@ func (d *Dashboard) addPods(all *api.Barriers) {
 			all.MissingIn[namespace]++
 		}
 	}
-	if d.Pod == nil {
-		return
-	}
 	for i := range all.Items {
 		b := &all.Items[i]
 		pod := d.Pod(drain.Pod{Namespace: b.Namespace, Name: b.Pod, UID: drain.UID(b.UID)})

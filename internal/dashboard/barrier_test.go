@@ -212,7 +212,12 @@ func TestTheBarrierOfAPodInNoServiceIsExplained(t *testing.T) {
 	w.explain.Verdict = admission.Verdict{Action: admission.Allow, Reason: admission.NotListed}
 	w.explain.Pod = barred("30s", container("app", byHTTP))
 	d := newDashboard(w)
-	d.Node = func(name string, _ drain.AgentID) string { return map[string]string{kp.Name: "node-1"}[name] }
+	d.Pod = func(of drain.Pod) *corev1.Pod {
+		if of.Namespace+"/"+of.Name != kp.Name || of.UID != drain.UID(kp.ID) {
+			return nil
+		}
+		return &corev1.Pod{Spec: corev1.PodSpec{NodeName: "node-1"}}
+	}
 	explained := func() (x api.Explanation) {
 		t.Helper()
 		if err := json.NewDecoder(get(d.Handler(loopback), api.ExplainPath+"/shop/a").Body).Decode(&x); err != nil {

@@ -78,15 +78,13 @@ type Reviewer interface {
 	Review(ctx context.Context, token string) error
 }
 
-// Options of a Dashboard. All but Node, Pod, Coverage, Summary and Missing are
+// Options of a Dashboard. All but Coverage, Summary and Missing are
 // required.
 type Options struct {
 	Coordinator Coordinator
 	Explainer   Explainer
 	Reviewer    Reviewer
-	// Node returns the node of an agent's pod, "" if it is not known. Nil: none is.
-	Node func(name string, id drain.AgentID) string
-	// Pod returns a pod, nil if it is not known. It belongs to a cache. Nil: none is.
+	// Pod returns a pod, nil if it is not known. It belongs to a cache.
 	Pod func(pod drain.Pod) *corev1.Pod
 	// Coverage returns who routes a Service: [coverage.Source.Of].
 	Coverage func(ctx context.Context, service drain.Service, barrier bool) (coverage.Service, error)

@@ -107,7 +107,8 @@ func (w *world) Review(_ context.Context, token string) error {
 }
 
 func newDashboard(w *world) *Dashboard {
-	return New(Options{Coordinator: w, Explainer: w, Reviewer: w, Log: slog.New(slog.DiscardHandler)})
+	return New(Options{Coordinator: w, Explainer: w, Reviewer: w, Log: slog.New(slog.DiscardHandler),
+		Pod: func(drain.Pod) *corev1.Pod { return nil }})
 }
 
 func get(h http.Handler, path string, set ...func(*http.Request)) *http.Response {

@@ -67,7 +67,9 @@ func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error)
 			d.Log.Warn("find out what routes a Service", "service", service.String(), "error", err)
 		}
 	}
-	x := explanation(e, parties, gateways, d.nodeOf, covers)
+	x := explanation(e, parties, gateways, func(p drain.Acknowledger) string {
+		return d.nodeOf(p.Name, p.ID)
+	}, covers)
 	v := d.Coordinator.View(maxDrains, maxReports)
 	d.addPods(&v.Barriers)
 	x.At, x.Replica = v.At, v.Replica.Name
@@ -81,12 +83,13 @@ func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error)
 	return x, nil
 }
 
-// nodeOf is the node of an agent's pod, "" if it is not known.
-func (d *Dashboard) nodeOf(p drain.Acknowledger) string {
-	if d.Node == nil {
-		return ""
+// nodeOf returns the node of an agent, "" if its pod is not known.
+func (d *Dashboard) nodeOf(name string, id drain.AgentID) string {
+	namespace, name, _ := strings.Cut(name, "/")
+	if pod := d.Pod(drain.Pod{Namespace: namespace, Name: name, UID: drain.UID(id)}); pod != nil {
+		return pod.Spec.NodeName
 	}
-	return d.Node(p.Name, p.ID)
+	return ""
 }
 
 // explanation words what would happen. It has no I/O and no clock.

@@ -66,10 +66,8 @@ func (d *Dashboard) view() api.View {
 	d.addPods(&v.Barriers)
 	slices.SortStableFunc(v.Agents.Items, func(a, b api.Agent) int { return api.CompareAgents(a.State, b.State) })
 	v.Agents.Items = v.Agents.Items[:min(len(v.Agents.Items), maxAgents)]
-	if d.Node != nil {
-		for i := range v.Agents.Items {
-			v.Agents.Items[i].Node = d.Node(v.Agents.Items[i].Name, drain.AgentID(v.Agents.Items[i].ID))
-		}
+	for i := range v.Agents.Items {
+		v.Agents.Items[i].Node = d.nodeOf(v.Agents.Items[i].Name, drain.AgentID(v.Agents.Items[i].ID))
 	}
 	return v
 }

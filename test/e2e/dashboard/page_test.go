@@ -244,9 +244,11 @@ func serve(t *testing.T, m *made, address string) (url string, end func()) {
 	t.Helper()
 	d := dashboard.New(dashboard.Options{
 		Coordinator: m, Explainer: m, Reviewer: m, Coverage: covers, Summary: gaps,
-		Log:  slog.New(slog.DiscardHandler),
-		Node: func(name string, _ drain.AgentID) string { return "node-" + name[len(name)-1:] },
+		Log: slog.New(slog.DiscardHandler),
 		Pod: func(of drain.Pod) *corev1.Pod {
+			if of.Namespace != "shop" { // an agent's
+				return &corev1.Pod{Spec: corev1.PodSpec{NodeName: "node-" + of.Name[len(of.Name)-1:]}}
+			}
 			hook := func(h corev1.LifecycleHandler) *corev1.Lifecycle { return &corev1.Lifecycle{PreStop: &h} }
 			return &corev1.Pod{
 				ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{admission.BarrierIDAnnotation: "id",
