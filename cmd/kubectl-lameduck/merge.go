@@ -81,8 +81,9 @@ type onePropagation struct {
 }
 
 func merge(answers []answer[api.View]) whole {
-	w := whole{TypeMeta: kind("Status"), Coordinators: []coordinator{}, Outcomes: []oneOutcome{}, Propagation: []onePropagation{}, Barriers: []api.OpenBarrier{},
-		BarrierMissingPods: []string{}, TargetHealth: api.TargetHealth{Services: []api.ServiceHealth{}}}
+	w := whole{TypeMeta: kind("Status"), Coordinators: []coordinator{}, Outcomes: []oneOutcome{},
+		Propagation: []onePropagation{}, Barriers: []api.OpenBarrier{}, BarrierMissingPods: []string{},
+		TargetHealth: api.TargetHealth{Services: []api.ServiceHealth{}}}
 	var drains []oneDrain
 	var agents []oneAgent
 	for _, a := range answers {

@@ -41,8 +41,8 @@ type replicas struct {
 	port string
 }
 
-// newReplicas returns the other replicas, none until the watch names them. Without a token file there
-// are none.
+// newReplicas returns the other replicas, none until the watch names them. Without a token file
+// there are none.
 func newReplicas(o options, who *identity.Kubernetes, certificates *servingTLS, log *slog.Logger) (*replicas, error) {
 	token := func() (string, error) {
 		text, err := os.ReadFile(o.tokenFile)

@@ -70,8 +70,8 @@ func (k tokens) Authenticate(_ context.Context, token string) (Identity, error) 
 	}
 }
 
-// MayAcknowledge implements Authenticator: agents may in the namespace shop, and nothing is known of
-// the namespace hidden.
+// MayAcknowledge implements Authenticator: agents may in the namespace shop, and nothing is known
+// of the namespace hidden.
 func (k tokens) MayAcknowledge(_ context.Context, _ Identity, namespace string) (bool, error) {
 	if k.revoked != nil {
 		if _, revoked := k.revoked.Load(namespace); revoked {
