@@ -229,8 +229,8 @@ type events struct {
 
 func newEvents(kube kubernetes.Interface, replica string, warned func(pod drain.Pod, reason, message string),
 	log *slog.Logger) *events {
-	return &events{kube: kube, warned: warned, replica: replica, log: log, queue: make(chan *eventsv1.Event, eventBacklog),
-		last: map[string]time.Time{}}
+	return &events{kube: kube, warned: warned, replica: replica, log: log,
+		queue: make(chan *eventsv1.Event, eventBacklog), last: map[string]time.Time{}}
 }
 
 // Event implements [admission.Events].

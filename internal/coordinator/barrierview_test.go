@@ -27,8 +27,8 @@ func TestViewFollowsABarrier(t *testing.T) {
 			v := r.View(10, 10)
 			got := []string{fmt.Sprintf("%d open, %d hooks", v.Barriers.Open, v.Barriers.Hooks)}
 			for _, b := range v.Barriers.Items {
-				got = append(got, fmt.Sprintf("%s/%s %s %s for %s by %s stated %gs", b.Namespace, b.Pod, b.Phase, b.Reason,
-					v.At.Sub(b.PhaseSince), b.AskedBy, b.StatedSeconds))
+				got = append(got, fmt.Sprintf("%s/%s %s %s for %s by %s stated %gs", b.Namespace, b.Pod, b.Phase,
+					b.Reason, v.At.Sub(b.PhaseSince), b.AskedBy, b.StatedSeconds))
 				if !b.StatedUntil.Equal(b.Since.Add(2*time.Second)) || b.Owed != 2 || !b.Last || b.Cut ||
 					b.Reports[0].Gateway != "fake" {
 					t.Errorf("%s: %+v", when, b)

@@ -164,7 +164,8 @@ func TestAgentsWithoutHealthAreKnown(t *testing.T) {
 		time.Sleep(5 * time.Second)
 		v := r.View(1, 1)
 		if v.Agents.Known != 1 || v.TargetHealth.Agents != 0 || v.TargetHealth.Services == nil ||
-			v.Propagation == nil || strings.Contains(strings.Join(v.Agents.Items[0].Features, " "), wire.FeatureHealth) {
+			v.Propagation == nil ||
+			strings.Contains(strings.Join(v.Agents.Items[0].Features, " "), wire.FeatureHealth) {
 			t.Errorf("%+v", v)
 		}
 	})

@@ -38,8 +38,8 @@ func TestViewFollowsADrain(t *testing.T) {
 				}
 			}
 			for _, o := range v.Outcomes {
-				got = append(got, fmt.Sprintf("%s/%s ended %s after %gs %q", o.Namespace, o.Pod, o.Reason, *o.TookSeconds,
-					o.Silent))
+				got = append(got, fmt.Sprintf("%s/%s ended %s after %gs %q", o.Namespace, o.Pod, o.Reason,
+					*o.TookSeconds, o.Silent))
 			}
 			if text := strings.Join(got, "; "); text != want {
 				t.Errorf("%s:\ngot  %s\nwant %s", when, text, want)
@@ -89,7 +89,8 @@ func TestNothingInAViewIsNull(t *testing.T) {
 		for _, when := range []string{"empty", "with an agent and a drain"} {
 			for _, is := range []any{r.View(10, 10), r.Report()} {
 				text, err := json.Marshal(is)
-				if err != nil || strings.Contains(string(text), "null") || strings.Contains(string(text), "0001-01-01") {
+				if err != nil || strings.Contains(string(text), "null") ||
+					strings.Contains(string(text), "0001-01-01") {
 					t.Errorf("%s: %v, %s", when, err, text)
 				}
 			}
@@ -254,7 +255,8 @@ func TestHistoryCountsWhatCounts(t *testing.T) {
 		r.Unroute(Request{Pod: a, Targets: both})
 		time.Sleep(time.Second)
 		r.Unroute(Request{Pod: b, Targets: both})
-		if all := r.View(10, 10).Drains.Items; all[0].Told.IsZero() || all[1].Phase != "Queued" || !all[1].Told.IsZero() {
+		if all := r.View(10, 10).Drains.Items; all[0].Told.IsZero() || all[1].Phase != "Queued" ||
+			!all[1].Told.IsZero() {
 			t.Errorf("%+v", all)
 		}
 		say := func(report drain.Report) {

@@ -411,7 +411,8 @@ func TestThePageKnowsTheTime(t *testing.T) {
 		v.Agents.Expected, v.Agents.Known = 1, 1
 		v.Agents.Items = []api.Agent{{ID: "a", Name: "edge/haproxy-0", State: api.AgentConnected, Ready: true,
 			Connected: true, Declared: true, Features: []string{}, Since: now.Add(-time.Hour)}}
-		v.Outcomes = []api.Outcome{outcome("shop", "web-1", "u", now.Add(8*time.Second-10*time.Minute), drain.Deadline, 30)}
+		v.Outcomes = []api.Outcome{outcome("shop", "web-1", "u", now.Add(8*time.Second-10*time.Minute), drain.Deadline,
+			30)}
 	})
 	said("shop/web-1 went")
 	b.await("#verdict", "all is well: 1 gateway is connected")
