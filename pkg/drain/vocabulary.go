@@ -1,7 +1,6 @@
 package drain
 
 import (
-	"fmt"
 	"net/netip"
 	"slices"
 	"time"
@@ -60,18 +59,16 @@ const (
 )
 
 // String prints the gate as on the wire.
-func (g Gate) String() string { return name(gateNames[:], int(g)) }
+func (g Gate) String() string { return target.Name(g, gateNames...) }
 
-var gateNames = [gates]string{"hold", "barrier"}
+var gateNames = []string{"hold", "barrier"}
 
 // MarshalText writes the gate's name.
 func (g Gate) MarshalText() ([]byte, error) { return []byte(g.String()), nil }
 
 // UnmarshalText accepts the names of gates and refuses others by name.
 func (g *Gate) UnmarshalText(text []byte) error {
-	n, err := parse("gate", gateNames[:], text)
-	*g = Gate(n)
-	return err
+	return target.Parse(g, "gate", gateNames, AtHold, text)
 }
 
 // Phase is how far a drain is.
@@ -97,9 +94,9 @@ const (
 )
 
 // String prints the phase as the metrics and messages name it.
-func (p Phase) String() string { return name(phaseNames[:], int(p)) }
+func (p Phase) String() string { return target.Name(p, phaseNames...) }
 
-var phaseNames = [...]string{"Unknown", "Unrouting", "Quiescing", "Released", "Closed", "Queued"}
+var phaseNames = []string{"Unknown", "Unrouting", "Quiescing", "Released", "Closed", "Queued"}
 
 // Reason is why a drain is Released or Closed.
 type Reason uint8
@@ -141,9 +138,9 @@ const (
 )
 
 // String prints the reason as the metrics and messages name it.
-func (r Reason) String() string { return name(reasonNames[:], int(r)) }
+func (r Reason) String() string { return target.Name(r, reasonNames...) }
 
-var reasonNames = [...]string{"None", "Acknowledged", "IdleBound", "Deadline", "NoAgents", "PodDeleted", "Suspended",
+var reasonNames = []string{"None", "Acknowledged", "IdleBound", "Deadline", "NoAgents", "PodDeleted", "Suspended",
 	"Abandoned", "LastTarget", "AgentsLost", "Uncovered", "NotEnforced"}
 
 // Abnormal reports whether operators are warned: the deletion continued without all
@@ -179,18 +176,16 @@ const (
 )
 
 // String prints the proof as on the wire.
-func (p Proof) String() string { return name(proofNames[:], int(p)) }
+func (p Proof) String() string { return target.Name(p, proofNames...) }
 
-var proofNames = [...]string{"none", "runtime", "config", "timed"}
+var proofNames = []string{"none", "runtime", "config", "timed"}
 
 // MarshalText writes the proof's name.
 func (p Proof) MarshalText() ([]byte, error) { return []byte(p.String()), nil }
 
 // UnmarshalText accepts the names of proofs and refuses others by name.
 func (p *Proof) UnmarshalText(text []byte) error {
-	n, err := parse("proof", proofNames[:], text)
-	*p = Proof(n)
-	return err
+	return target.Parse(p, "proof", proofNames, ProofNone, text)
 }
 
 // Via is how a gateway finds a Service's pods.
@@ -209,18 +204,16 @@ const (
 )
 
 // String prints the value as on the wire.
-func (v Via) String() string { return name(viaNames[:], int(v)) }
+func (v Via) String() string { return target.Name(v, viaNames...) }
 
-var viaNames = [...]string{"unknown", "endpoints", "clusterIP", "dns"}
+var viaNames = []string{"unknown", "endpoints", "clusterIP", "dns"}
 
 // MarshalText writes the way's name.
 func (v Via) MarshalText() ([]byte, error) { return []byte(v.String()), nil }
 
 // UnmarshalText accepts the names of ways and refuses others by name, "unknown" too.
 func (v *Via) UnmarshalText(text []byte) error {
-	n, err := parse("via", viaNames[1:], text)
-	*v = Via(n + 1)
-	return err
+	return target.Parse(v, "via", viaNames, Endpoints, text)
 }
 
 // Kind is what an agent can do with its gateway.
@@ -236,18 +229,16 @@ const (
 )
 
 // String prints the kind as on the wire.
-func (c Kind) String() string { return name(kindNames[:], int(c)) }
+func (c Kind) String() string { return target.Name(c, kindNames...) }
 
-var kindNames = [...]string{"unknown", "directed", "observed"}
+var kindNames = []string{"unknown", "directed", "observed"}
 
 // MarshalText writes the kind's name.
 func (c Kind) MarshalText() ([]byte, error) { return []byte(c.String()), nil }
 
 // UnmarshalText accepts the names of kinds and refuses others by name, "unknown" too.
 func (c *Kind) UnmarshalText(text []byte) error {
-	n, err := parse("kind", kindNames[1:], text)
-	*c = Kind(n + 1)
-	return err
+	return target.Parse(c, "kind", kindNames, Directed, text)
 }
 
 // Granularity is what a gateway counts for Idle.
@@ -263,18 +254,16 @@ const (
 )
 
 // String prints the granularity as on the wire.
-func (g Granularity) String() string { return name(granularityNames[:], int(g)) }
+func (g Granularity) String() string { return target.Name(g, granularityNames...) }
 
-var granularityNames = [...]string{"unknown", "request", "connection"}
+var granularityNames = []string{"unknown", "request", "connection"}
 
 // MarshalText writes the granularity's name.
 func (g Granularity) MarshalText() ([]byte, error) { return []byte(g.String()), nil }
 
 // UnmarshalText accepts the names of granularities and refuses others by name, "unknown" too.
 func (g *Granularity) UnmarshalText(text []byte) error {
-	n, err := parse("granularity", granularityNames[1:], text)
-	*g = Granularity(n + 1)
-	return err
+	return target.Parse(g, "granularity", granularityNames, PerRequest, text)
 }
 
 // Route is one thing an agent declares that its gateway routes.
@@ -397,18 +386,16 @@ const (
 )
 
 // String prints the scope as it is configured.
-func (s Scope) String() string { return name(scopeNames[:], int(s)) }
+func (s Scope) String() string { return target.Name(s, scopeNames...) }
 
-var scopeNames = [...]string{"auto", "all", "quorum", "local"}
+var scopeNames = []string{"auto", "all", "quorum", "local"}
 
 // MarshalText writes the scope's name.
 func (s Scope) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 
 // UnmarshalText accepts the names of scopes and refuses others by name.
 func (s *Scope) UnmarshalText(text []byte) error {
-	n, err := parse("scope", scopeNames[:], text)
-	*s = Scope(n)
-	return err
+	return target.Parse(s, "scope", scopeNames, ScopeAuto, text)
 }
 
 // Label is what the label of an agent's pod states before the agent connects.
@@ -445,20 +432,4 @@ type Expected struct {
 	Label Label
 	// Pending: its containers have not started yet, so it routes nothing.
 	Pending bool
-}
-
-func name(names []string, n int) string {
-	if n < len(names) {
-		return names[n]
-	}
-	return fmt.Sprintf("%s(%d)", names[0], n)
-}
-
-func parse(what string, names []string, text []byte) (int, error) {
-	for n, name := range names {
-		if name == string(text) {
-			return n, nil
-		}
-	}
-	return 0, fmt.Errorf("%s %q is not one of %q", what, text, names)
 }

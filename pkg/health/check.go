@@ -5,6 +5,8 @@ import (
 	"strconv"
 	"syscall"
 	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/target"
 )
 
 // Protocol is the protocol of a check.
@@ -25,7 +27,7 @@ const (
 
 // String prints the protocol in lower case.
 func (p Protocol) String() string {
-	return name(p, "unknown", "http", "https", "tcp", "grpc")
+	return target.Name(p, "unknown", "http", "https", "tcp", "grpc")
 }
 
 // Statuses is the set of the HTTP statuses, 100 to 599, that count as a success.
@@ -98,7 +100,7 @@ const (
 
 // String prints the kind in lower case.
 func (k OutcomeKind) String() string {
-	return name(k, "unknown", "success", "http failure", "tcp failure", "timeout")
+	return target.Name(k, "unknown", "success", "http failure", "tcp failure", "timeout")
 }
 
 // Outcome is the result of one probe. Code has the detail: the status of Success and HTTPFailure,

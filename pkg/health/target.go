@@ -52,7 +52,7 @@ const (
 
 // String prints the want in lower case.
 func (w Want) String() string {
-	return name(w, "unknown", "routed", "removed", "absent")
+	return target.Name(w, "unknown", "routed", "removed", "absent")
 }
 
 // Op is one operation on the gateway. Ops are idempotent: a repeated Op changes nothing.
@@ -92,12 +92,4 @@ type Observation struct {
 	// Unread are the pools that could not be read, each with the reason, such as that the gateway
 	// has not loaded it.
 	Unread map[Pool]error
-}
-
-// name returns the name of e, and that of the zero value if it has none.
-func name[E ~uint8](e E, names ...string) string {
-	if int(e) >= len(names) {
-		e = 0
-	}
-	return names[e]
 }

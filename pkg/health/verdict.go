@@ -1,5 +1,7 @@
 package health
 
+import "github.com/lameduck-io/lameduck/pkg/target"
+
 // Verdict is the health of a target according to its probes. The names have the meanings that they
 // have in lua-resty-healthcheck, except VerdictUnknown: there a target begins as healthy.
 type Verdict uint8
@@ -24,7 +26,7 @@ const (
 // String prints the verdict in lower case, words joined by underscores as lua-resty-healthcheck has
 // them.
 func (v Verdict) String() string {
-	return name(v, "unknown", "healthy", "unhealthy", "mostly_healthy", "mostly_unhealthy")
+	return target.Name(v, "unknown", "healthy", "unhealthy", "mostly_healthy", "mostly_unhealthy")
 }
 
 // Usable reports whether the target's health permits traffic to it.

@@ -4,6 +4,8 @@ import (
 	"maps"
 	"slices"
 	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/target"
 )
 
 // Why is the reason why a target has traffic, or has none.
@@ -48,7 +50,7 @@ const (
 
 // String prints the reason in lower case, words joined by hyphens.
 func (w Why) String() string {
-	return name(w, "unknown", "chosen", "failing-open", "kept", "held-back", "pending", "unhealthy",
+	return target.Name(w, "unknown", "chosen", "failing-open", "kept", "held-back", "pending", "unhealthy",
 		"excluded", "lapsed", "unproven", "not-ready", "not-synced", "terminating")
 }
 

@@ -32,22 +32,28 @@ const (
 var names = []string{"unknown", "routing", "kept", "removed", "idle"}
 
 // String prints the state as it goes over the wire.
-func (s State) String() string {
-	if int(s) < len(names) {
-		return names[s]
-	}
-	return fmt.Sprintf("State(%d)", uint8(s))
-}
+func (s State) String() string { return Name(s, names...) }
 
 // MarshalText writes the state's name.
 func (s State) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 
 // UnmarshalText accepts the names of states and refuses others by name.
-func (s *State) UnmarshalText(text []byte) error {
-	n := slices.Index(names, string(text))
-	if n < 0 {
-		return fmt.Errorf("state %q is not one of %q", text, names)
+func (s *State) UnmarshalText(text []byte) error { return Parse(s, "state", names, Unknown, text) }
+
+// Name returns the name of e. names are those of all values, beginning with the zero value.
+func Name[E ~uint8](e E, names ...string) string {
+	if int(e) < len(names) {
+		return names[e]
 	}
-	*s = State(n)
+	return fmt.Sprintf("%s(%d)", names[0], e)
+}
+
+// Parse sets e to the value from first on whose name text is. The error names what and the names.
+func Parse[E ~uint8](e *E, what string, names []string, first E, text []byte) error {
+	n := slices.Index(names[first:], string(text))
+	if n < 0 {
+		return fmt.Errorf("%s %q is not one of %q", what, text, names[first:])
+	}
+	*e = first + E(n)
 	return nil
 }
