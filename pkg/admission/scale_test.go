@@ -98,7 +98,9 @@ func (anybody) Authenticate(context.Context, string) (coordinator.Identity, erro
 	return coordinator.Identity{Agent: "agent-1", Name: "edge/haproxy-1", Username: "edge", Everywhere: true}, nil
 }
 
-func (anybody) MayAcknowledge(context.Context, coordinator.Identity, string) (bool, error) { return true, nil }
+func (anybody) MayAcknowledge(context.Context, coordinator.Identity, string) (bool, error) {
+	return true, nil
+}
 
 func (anybody) MayAskBarriers(context.Context, coordinator.Identity) (bool, error) { return true, nil }
 

@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/lameduck-io/lameduck/pkg/gateway/kubeproxy"
+	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 const (
@@ -182,7 +183,7 @@ add rule ip kube-proxy services ip daddr . meta l4proto . th dport vmap @service
 	for i := range 100 {
 		defer o.Watch([]netip.AddrPort{have[i+1][0]}, func() {}).Close()
 	}
-	for w.Reading().State != kubeproxy.Routing {
+	for w.Reading().State != health.Routing {
 		if time.Since(began) > time.Minute {
 			return f, fmt.Errorf("the rules are not seen: %+v", w.Reading())
 		}
@@ -234,7 +235,7 @@ add rule ip kube-proxy services ip daddr . meta l4proto . th dport vmap @service
 		if _, err := nft(back); err != nil {
 			return f, err
 		}
-		for end := time.Now().Add(10 * time.Second); w.Reading().State != kubeproxy.Kept; time.Sleep(time.Millisecond) {
+		for end := time.Now().Add(10 * time.Second); w.Reading().State != health.Kept; time.Sleep(time.Millisecond) {
 			if time.Now().After(end) {
 				return f, fmt.Errorf("an endpoint is not seen: %+v", w.Reading())
 			}

@@ -90,7 +90,7 @@ func TestReasons(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	names := regexp.MustCompile(`(?s)reasonNames = \[\.\.\.\]string\{(.*?)\}`).FindStringSubmatch(string(vocabulary))
+	names := regexp.MustCompile(`(?s)reasonNames = \[\]string\{(.*?)\}`).FindStringSubmatch(string(vocabulary))
 	if names == nil {
 		t.Fatal("no reasonNames")
 	}

@@ -21,6 +21,8 @@ import (
 
 	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 // Attributes of connections that golang.org/x/sys/unix does not have, from
@@ -463,9 +465,9 @@ func (o *Observer) due(now time.Time) (due map[*Watch]counting, next time.Time) 
 	together := false
 	for w := range o.watches {
 		switch w.reading.State {
-		case Routing, Kept:
+		case health.Routing, health.Kept:
 			o.others = true
-		case Unknown:
+		case health.Unknown:
 			continue
 		}
 		if w.slow() {
@@ -515,7 +517,8 @@ func (o *Observer) questions(due map[*Watch]counting) (addrs map[netip.Addr]bool
 
 // slow reports whether w waits for nothing that a count could show. The caller holds o.mu.
 func (w *Watch) slow() bool {
-	return w.reading.State == Idle || w.reading.State == Routing && (w.empty == 0 || w.reading.NoConnections)
+	is := w.reading
+	return is.State == health.Idle || is.State == health.Routing && (w.empty == 0 || is.NoConnections)
 }
 
 // pause is the time until the next count after one that took so much CPU. The caller holds o.mu.
@@ -523,7 +526,7 @@ func (w *Watch) pause(took time.Duration) time.Duration {
 	switch {
 	case w.slow():
 		return max(countSlow, min(countSlowShare*took, maxCountSlow))
-	case w.reading.State == Removed:
+	case w.reading.State == health.Removed:
 		return keptQuiet
 	}
 	return countKept
@@ -556,13 +559,13 @@ func (o *Observer) counted(due map[*Watch]counting, found map[netip.Addr][]conne
 		}
 		quiet := w.empty >= emptyCounts
 		switch {
-		case w.reading.State == Removed && !w.busy:
-			changed = w.enter(Idle, now)
-		case w.reading.State == Removed && first:
+		case w.reading.State == health.Removed && !w.busy:
+			changed = w.enter(health.Idle, now)
+		case w.reading.State == health.Removed && first:
 			changed = true // it is known now that something is in flight
-		case w.reading.State == Idle && w.busy:
-			changed = w.enter(Removed, now)
-		case w.reading.State < Removed && w.reading.NoConnections != quiet:
+		case w.reading.State == health.Idle && w.busy:
+			changed = w.enter(health.Removed, now)
+		case w.reading.State < health.Removed && w.reading.NoConnections != quiet:
 			w.reading.NoConnections, changed = quiet, true
 		}
 		if changed {

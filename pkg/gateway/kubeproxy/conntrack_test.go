@@ -19,6 +19,8 @@ import (
 
 	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 // network makes the ranges of pods and Services this namespace's own, once.
@@ -120,27 +122,27 @@ func TestIdle(t *testing.T) {
 			w := watch(t, o, a)
 			address := netip.AddrPortFrom(netip.MustParseAddrPort(a).Addr(), 0).String()
 			whole := watch(t, o, address)
-			w.wait(Kept)
+			w.wait(health.Kept)
 			nft(t, s.sync([]string{b}, a)...)
-			w.wait(Removed)
+			w.wait(health.Removed)
 			connect(t, b)
 			other := connect(t, test.port)
-			w.stays(Removed)
+			w.stays(health.Removed)
 			if err := echo(through); err != nil {
 				t.Error("the connection does not outlive the rules:", err)
 			}
 			until(t, "1 connection to "+a, func() bool { return w.Reading().Connections == 1 })
 			until(t, "2 connections to "+address, func() bool { return whole.Reading().Connections == 2 })
 			through.Close()
-			w.wait(Idle)
-			whole.stays(Removed)
+			w.wait(health.Idle)
+			whole.stays(health.Removed)
 			other.Close()
-			whole.wait(Idle)
+			whole.wait(health.Idle)
 			// It is a level: the rules say otherwise, and so does the reading.
 			nft(t, s.sync([]string{a, b})...)
-			w.wait(Routing)
+			w.wait(health.Routing)
 			nft(t, s.sync([]string{b}, a)...)
-			w.wait(Idle)
+			w.wait(health.Idle)
 		})
 	}
 }
@@ -156,7 +158,7 @@ func TestQuietThoughItIsSentTo(t *testing.T) {
 	o := start(t, Options{})
 	through := connect(t, net.JoinHostPort(s.clusterIP, "80"))
 	w := watch(t, o, a)
-	if r := w.wait(Kept); r.NoConnections {
+	if r := w.wait(health.Kept); r.NoConnections {
 		t.Errorf("at first it is %+v", r)
 	}
 	until(t, "a connection that is counted", func() bool { return w.Reading().Connections == 1 })
@@ -169,7 +171,7 @@ func TestQuietThoughItIsSentTo(t *testing.T) {
 		before := next()
 		until(t, "another count", func() bool { return next() != before })
 	}
-	if r := w.Reading(); r.State != Kept || r.NoConnections {
+	if r := w.Reading(); r.State != health.Kept || r.NoConnections {
 		t.Errorf("with an open connection it is %+v", r)
 	}
 	through.Close()
@@ -187,10 +189,10 @@ func TestQuietThoughItIsSentTo(t *testing.T) {
 	again.Close()
 	// Another one comes: what was counted before is not known of the new state.
 	nft(t, s.sync([]string{a, b})...)
-	w.wait(Routing)
+	w.wait(health.Routing)
 	until(t, "no connection, to one of two", func() bool { return w.Reading().NoConnections })
 	nft(t, s.sync([]string{b}, a)...)
-	w.wait(Idle)
+	w.wait(health.Idle)
 	if !w.Reading().NoConnections {
 		t.Error("what is Idle is not quiet")
 	}
@@ -207,23 +209,23 @@ func TestIdleIsCountedAgain(t *testing.T) {
 	nft(t, append(setUp("ip"), s.sync([]string{"10.244.0.2:8080"})...)...)
 	o := start(t, Options{})
 	w := watch(t, o, a)
-	since := w.wait(Idle).Since
+	since := w.wait(health.Idle).Since
 	var late []net.Conn
 	for range 5 {
 		late = append(late, connect(t, a)) // stays open
 	}
-	until(t, "5 connections", func() bool { r := w.Reading(); return r.State == Removed && r.Connections == 5 })
+	until(t, "5 connections", func() bool { r := w.Reading(); return r.State == health.Removed && r.Connections == 5 })
 	for _, one := range late {
 		one.Close()
 	}
-	if again := w.wait(Idle).Since; !again.After(since) {
+	if again := w.wait(health.Idle).Since; !again.After(since) {
 		t.Errorf("Idle since %s, and before since %s", again, since)
 	}
 	// Who cannot wait for the next count has it made.
 	connect(t, a)
 	asked := time.Now()
 	w.Count()
-	until(t, "a count", func() bool { return w.Reading().State == Removed })
+	until(t, "a count", func() bool { return w.Reading().State == health.Removed })
 	if counted := w.Reading().Counted; counted.Before(asked) {
 		t.Errorf("counted %s before it was asked for", asked.Sub(counted))
 	}
@@ -268,7 +270,7 @@ func TestQuiet(t *testing.T) {
 				return conn
 			}
 			w := watch(t, o, test.pod)
-			w.wait(Kept)
+			w.wait(health.Kept)
 			// count has connections counted from now on, and returns for how long all was quiet.
 			count := func() time.Duration {
 				t.Helper()
@@ -367,7 +369,7 @@ func TestKeptConnections(t *testing.T) {
 				nft(t, append(setUp(s.family()), s.sync([]string{family.a})...)...)
 				o := start(t, Options{})
 				w := watch(t, o, family.a)
-				w.wait(Kept) // and so packets are counted
+				w.wait(health.Kept) // and so packets are counted
 				conn := connect(t, net.JoinHostPort(s.clusterIP, "80"))
 				exchange(t, conn)
 				done := make(chan struct{})
@@ -391,7 +393,7 @@ func TestKeptConnections(t *testing.T) {
 				w = watch(t, o, family.a)
 				nft(t, s.sync([]string{family.b}, family.a)...)
 				removed := time.Now()
-				is := w.wait(Idle)
+				is := w.wait(health.Idle)
 				if least, most := is.Since.Sub(began), is.Since.Sub(removed); least < test.least || most > test.most {
 					t.Errorf("Idle after %s to %s, want %s to %s", most, least, test.least, test.most)
 				}
@@ -401,7 +403,7 @@ func TestKeptConnections(t *testing.T) {
 				// It stays so while the client goes on.
 				since := is.Counted
 				until(t, "it is counted again", func() bool { is = w.Reading(); return is.Counted.After(since) })
-				if is.State != Idle || is.Connections != 1 {
+				if is.State != health.Idle || is.Connections != 1 {
 					t.Errorf("later it is %+v", is)
 				}
 			})
@@ -635,14 +637,14 @@ func TestManyAddresses(t *testing.T) {
 			0).String()))
 	}
 	for _, other := range others {
-		other.wait(Idle)
+		other.wait(health.Idle)
 	}
-	w.stays(Removed)
+	w.stays(health.Removed)
 	if n := w.Reading().Connections; n != 1 {
 		t.Errorf("%d connections are counted, want 1", n)
 	}
 	held.Close()
-	w.wait(Idle)
+	w.wait(health.Idle)
 }
 
 // flood fills the kernel's table with connections to other pods.

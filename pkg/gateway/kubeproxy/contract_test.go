@@ -22,7 +22,7 @@ func TestContract(t *testing.T) {
 		pod(t, b)
 		nft(t, append(setUp(s.family()), s.sync([]string{b})...)...)
 		return &gatewaytest.ObservedHarness{
-			Gateway: observed{start(t, Options{})}, Target: netip.MustParseAddrPort(a),
+			Gateway: start(t, Options{}), Target: netip.MustParseAddrPort(a),
 			Route:   func() { nft(t, s.sync([]string{a, b})...) },
 			Unroute: func() { nft(t, s.sync([]string{b}, a)...) },
 			Connect: func() (bool, func(), error) {

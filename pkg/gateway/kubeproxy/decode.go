@@ -15,7 +15,6 @@ import (
 const (
 	setHandle     = 0x10 // NFTA_SET_HANDLE
 	setElemKeyEnd = 0x0a // NFTA_SET_ELEM_KEY_END
-	listElem      = 0x01 // NFTA_LIST_ELEM
 	dataVerdict   = 0xffffff00
 	natDNAT       = 1 // NFT_NAT_DNAT
 )

@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 // An Observer that starts while kube-proxy writes must not call pods Removed to which the kernel
@@ -57,7 +59,7 @@ func TestWholeDumps(t *testing.T) {
 		ended := make(chan error, 1)
 		go func() { ended <- o.Run(ctx) }()
 		w := watch(t, o, endpoint(all-1))
-		for w.Reading().State == Unknown {
+		for w.Reading().State == health.Unknown {
 			select {
 			case <-w.news:
 			case <-time.After(30 * time.Second):
@@ -67,7 +69,7 @@ func TestWholeDumps(t *testing.T) {
 		n := 0
 		for i := touched; i < all; i++ {
 			w := o.Watch([]netip.AddrPort{netip.MustParseAddrPort(endpoint(i))}, func() {})
-			if w.Reading().State == Removed {
+			if w.Reading().State == health.Removed {
 				n++
 			}
 			w.Close()
@@ -180,7 +182,7 @@ func TestAudit(t *testing.T) {
 	nft(t, append(setUp("ip"), s.sync([]string{a, b})...)...)
 	o := startWith(t, Options{}, func(o *Observer) { o.every = 50 * time.Millisecond })
 	w := watch(t, o, a)
-	w.wait(Routing)
+	w.wait(health.Routing)
 	generation := w.Reading().Generation
 	until(t, "an audit", func() bool { return o.Audits().Same > 0 })
 	// Transactions that come while it is read are no difference.
@@ -191,7 +193,7 @@ func TestAudit(t *testing.T) {
 			nft(t, s.sync([]string{a, b})...)
 		}
 	}
-	w.wait(Routing)
+	w.wait(health.Routing)
 	if audits := o.Audits(); audits.Corrected+audits.Failed != 0 || w.Reading().Generation != generation {
 		t.Fatalf("%+v, generation %s, before %s", audits, w.Reading().Generation, generation)
 	}
@@ -199,10 +201,10 @@ func TestAudit(t *testing.T) {
 	g := o.sources[tableID{unix.NFPROTO_IPV4, proxyTable}].graph
 	g.dropElement(g.maps["service-ips"], "\x0a\x60\x00\x01\x06\x00\x00\x00\x00\x50\x00\x00")
 	o.evaluate(time.Now())
-	if is := w.Reading().State; is != Removed {
+	if is := w.Reading().State; is != health.Removed {
 		t.Fatalf("the test has changed nothing: %s", is)
 	}
-	w.wait(Routing)
+	w.wait(health.Routing)
 	// It is counted after the watches have been told.
 	until(t, "the correction is counted", func() bool { return o.Audits().Corrected == 1 })
 	if w.Reading().Generation == generation {

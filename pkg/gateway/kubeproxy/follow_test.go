@@ -17,6 +17,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 // describe writes a table down, whatever way it came about.
@@ -211,7 +213,7 @@ func TestReadingWhileWriting(t *testing.T) {
 	for range 6 {
 		o := start(t, Options{})
 		observers = append(observers, o)
-		watch(t, o, "10.244.0.1:8080").wait(Routing)
+		watch(t, o, "10.244.0.1:8080").wait(health.Routing)
 	}
 	end()
 	want := all(afresh(t))
@@ -236,8 +238,8 @@ func TestManyWatchesAtOnce(t *testing.T) {
 	began := worked()
 	var all []*Watch
 	for i := range many {
-		all = append(all, o.Watch([]netip.AddrPort{netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 1, byte(i >> 8),
-			byte(i)}), 0)}, func() {}))
+		all = append(all, o.watch([]netip.AddrPort{netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 1, byte(i >> 8),
+			byte(i)}), 0)}, func() {}, false))
 	}
 	for _, w := range all {
 		w.Close()
@@ -264,9 +266,9 @@ func TestManyAreCountedAtOnce(t *testing.T) {
 	waiting, open := map[*Watch]counting{}, map[netip.Addr][]connection{}
 	for i := range many {
 		addr := netip.AddrFrom4([4]byte{10, 1, byte(i >> 8), byte(i)})
-		w := o.Watch([]netip.AddrPort{netip.AddrPortFrom(addr, 80)}, func() {})
+		w := o.watch([]netip.AddrPort{netip.AddrPortFrom(addr, 80)}, func() {}, false)
 		defer w.Close()
-		w.reading.State = Routing
+		w.reading.State = health.Routing
 		waiting[w] = counting{w.period, true}
 		opened(open, w.targets[0], 1)
 	}
@@ -298,8 +300,8 @@ func TestCountedOnce(t *testing.T) {
 		5: {target("10.1.0.1:80"), target("10.1.0.2:0")},
 	} {
 		o := New(Options{})
-		w := o.Watch(targets, func() {})
-		w.reading.State = Removed
+		w := o.watch(targets, func() {}, false)
+		w.reading.State = health.Removed
 		o.counted(map[*Watch]counting{w: {w.period, true}}, open, 0, time.Now())
 		if n := w.Reading().Connections; n != want {
 			t.Errorf("to %v there are %d, want %d", targets, n, want)
@@ -312,11 +314,13 @@ func TestCountedOnce(t *testing.T) {
 // would look at all of them each time. A watch that becomes Removed does.
 func TestWhoWakesCount(t *testing.T) {
 	for _, test := range []struct {
-		state         State
+		state         health.State
 		others, wakes bool
 	}{
-		{Routing, false, true}, {Routing, true, false}, {Kept, false, true}, {Kept, true, false},
-		{Removed, false, true}, {Removed, true, true}, {Idle, false, false}, {Unknown, false, false},
+		{health.Routing, false, true}, {health.Routing, true, false},
+		{health.Kept, false, true}, {health.Kept, true, false},
+		{health.Removed, false, true}, {health.Removed, true, true},
+		{health.Idle, false, false}, {health.Unknown, false, false},
 	} {
 		o := New(Options{})
 		w := &Watch{o: o, changed: func() {}}
@@ -324,7 +328,7 @@ func TestWhoWakesCount(t *testing.T) {
 		if test.others {
 			other := &Watch{o: o, changed: func() {}}
 			o.watches[other] = struct{}{}
-			other.enter(Routing, time.Now())
+			other.enter(health.Routing, time.Now())
 			<-o.wake
 		}
 		if o.due(time.Now()); o.others != test.others {
@@ -345,7 +349,7 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 	o.watches[w] = struct{}{}
 	var now time.Time
 	var took time.Duration
-	enter := func(state State) {
+	enter := func(state health.State) {
 		w.enter(state, time.Now())
 		now = w.entered
 	}
@@ -365,7 +369,7 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 		opened(open, w.targets[0], connections)
 		o.counted(due, open, took, now)
 	}
-	enter(Routing)
+	enter(health.Routing)
 	after(countKept, 1)
 	after(countSlow, 0)
 	after(countKept, 0)
@@ -380,7 +384,7 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 	after(maxCountSlow, 1)
 	took = 0
 	after(maxCountSlow, 1)
-	enter(Kept)
+	enter(health.Kept)
 	after(countKept, 1)
 	after(countKept, 0) // of those that were known
 	after(0, 0)
@@ -391,7 +395,7 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 	if !w.reading.NoConnections {
 		t.Error("it is not quiet after two looks")
 	}
-	enter(Removed)
+	enter(health.Removed)
 	after(countFirst, 1)
 	walks := 0
 	for now.Sub(w.entered) < 10*time.Second {
@@ -404,16 +408,16 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 		t.Errorf("while a connection was open for 10 s, all that there are were counted %d times", walks)
 	}
 	after(keptQuiet, 0)
-	if w.reading.State != Removed {
+	if w.reading.State != health.Removed {
 		t.Errorf("it is %s, though others may have come", w.reading.State)
 	}
 	after(0, 0)
-	if w.reading.State != Idle {
+	if w.reading.State != health.Idle {
 		t.Errorf("it is %s", w.reading.State)
 	}
 	// Idle pods are counted together, however many there are and whenever they became so.
 	later := &Watch{o: o, changed: func() {}, targets: w.targets}
-	later.reading.State, later.next = Idle, now.Add(countSlow+countSlow/2)
+	later.reading.State, later.next = health.Idle, now.Add(countSlow+countSlow/2)
 	o.watches[later] = struct{}{}
 	if due, _ := o.due(now.Add(countSlow - 1)); len(due) != 0 {
 		t.Errorf("%d Idle watches are counted too soon", len(due))
@@ -427,7 +431,7 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 		t.Errorf("%d Idle watches are counted again too soon, next %s", len(due), next)
 	}
 	after(2*countSlow, 1)
-	if w.reading.State != Removed {
+	if w.reading.State != health.Removed {
 		t.Errorf("a connection has come, and it is %s", w.reading.State)
 	}
 }
@@ -440,7 +444,7 @@ func TestOverrun(t *testing.T) {
 	nft(t, append(setUp("ip"), s.sync([]string{"10.244.0.1:8080", "10.244.0.2:8080"})...)...)
 	o := startWith(t, Options{}, func(o *Observer) { o.buffer = 1 << 16 })
 	w := watch(t, o, "10.244.0.1:8080")
-	before := w.wait(Routing)
+	before := w.wait(health.Routing)
 	told := make(chan struct{}, 100)
 	second := o.Watch(w.targets, func() { told <- struct{}{} })
 	defer second.Close()
@@ -458,7 +462,7 @@ func TestOverrun(t *testing.T) {
 	}
 	nft(t, s.sync([]string{"10.244.0.2:8080"})...)
 	o.mu.Unlock()
-	after := w.wait(Removed)
+	after := w.wait(health.Removed)
 	if after.Generation == before.Generation {
 		t.Error("the generation is the same after an overrun", after, before)
 	}

@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 // apart runs the test in a network namespace of its own, and reports whether this is there: the
@@ -63,28 +65,28 @@ func TestLegacy(t *testing.T) {
 		}
 		o.mu.Unlock()
 		wa := watch(t, o, a)
-		wa.wait(Routing)
+		wa.wait(health.Routing)
 		// What follows is unseen without a watch.
 		wa.Close()
 		time.Sleep(2 * legacyPause) // nothing is read, which is the subject
 		restore(t, "legacy", s.v6(), s.iptables([]string{b}, true, a)...)
 		wa = watch(t, o, a)
-		wa.wait(Removed)
+		wa.wait(health.Removed)
 		wb := watch(t, o, b)
-		wb.wait(Kept)
+		wb.wait(health.Kept)
 		restore(t, "legacy", s.v6(), s.iptables([]string{a, b}, false)...)
-		wa.wait(Kept)
+		wa.wait(health.Kept)
 		wb.Close()
-		wa.wait(Routing)
+		wa.wait(health.Routing)
 		// What is not followed may send, too.
 		now := time.Now()
 		o.lose(now)
-		wa.wait(Unknown)
+		wa.wait(health.Unknown)
 		o.adopt(nil, nil, now)
-		wa.wait(Routing)
+		wa.wait(health.Routing)
 		run(t, "", map[bool]string{false: "iptables-legacy", true: "ip6tables-legacy"}[s.v6()], "-t", "nat", "-F",
 			"KUBE-SERVICES")
-		wa.wait(Unknown)
+		wa.wait(health.Unknown)
 		wa.Close()
 	}
 }

@@ -16,6 +16,9 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 // inside is set in the environment of the program that runs in a network namespace of its own.
@@ -156,23 +159,23 @@ func watch(t testing.TB, o *Observer, targets ...string) *follower {
 	for _, target := range targets {
 		all = append(all, netip.MustParseAddrPort(target))
 	}
-	f.Watch = o.Watch(all, func() {
+	f.Watch = o.watch(all, func() {
 		select {
 		case f.news <- struct{}{}:
 		default:
 		}
-	})
+	}, false)
 	t.Cleanup(f.Close)
 	return f
 }
 
 // wait waits for a state, of whose changes it is told. What is Idle is Removed.
-func (f *follower) wait(state State) Reading {
+func (f *follower) wait(state health.State) gateway.Reading {
 	f.t.Helper()
 	timeout := time.After(5 * time.Second)
 	for {
 		r := f.Reading()
-		if r.State == state || r.State == Idle && state == Removed {
+		if r.State == state || r.State == health.Idle && state == health.Removed {
 			return r
 		}
 		select {
@@ -184,7 +187,7 @@ func (f *follower) wait(state State) Reading {
 }
 
 // stays checks that a state does not change for a while.
-func (f *follower) stays(state State) {
+func (f *follower) stays(state health.State) {
 	f.t.Helper()
 	time.Sleep(50 * time.Millisecond) // nothing follows that could be awaited
 	if r := f.Reading(); r.State != state {

@@ -20,6 +20,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/lameduck-io/lameduck/internal/signal"
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 // Observer follows the rules that kube-proxy writes in a network namespace, of the node. All
@@ -67,6 +69,22 @@ type source struct {
 	// of the family since.
 	complete, lost bool
 }
+
+// Options say what an Observer does.
+type Options struct {
+	// Log gets a line when reading begins and fails. None is no log.
+	Log *slog.Logger
+	// NetNS is an open file of the network namespace to observe; 0 is that of this process. In
+	// another one the legacy iptables are not seen.
+	NetNS int
+}
+
+// Check implements gateway.Kind.
+func (*Config) Check() []error { return nil }
+
+// Observe implements gateway.ObservedKind. What it returns is also a [gateway.Cleaner] and a
+// [gateway.Auditor].
+func (*Config) Observe(log *slog.Logger) gateway.Observed { return New(Options{Log: log}) }
 
 // New returns an Observer that knows nothing until Run runs.
 func New(options Options) *Observer {
@@ -124,9 +142,13 @@ func (o *Observer) Run(ctx context.Context) error {
 	}
 }
 
+// Population implements gateway.Observed.
+func (o *Observer) Population() string { return gateway.Nodes }
+
 // Audits returns how many audits there were, by result, see [Observer.Run].
-func (o *Observer) Audits() Audits {
-	return Audits{Same: o.audits.same.Load(), Corrected: o.audits.corrected.Load(), Failed: o.audits.failed.Load()}
+func (o *Observer) Audits() gateway.Audits {
+	a := &o.audits
+	return gateway.Audits{Same: a.same.Load(), Corrected: a.corrected.Load(), Failed: a.failed.Load()}
 }
 
 // Absent reports whether there is no kube-proxy whose rules this package reads: it has written
@@ -435,7 +457,7 @@ type Watch struct {
 	looks   bool
 	closed  sync.Once
 
-	reading Reading // o.mu
+	reading gateway.Reading // o.mu
 	// held are the open connections, as last counted.
 	held map[string]held // o.mu
 	// period counts the changes of the state; empty the counts in a row without a connection since.
@@ -482,13 +504,22 @@ func (o *Observer) group(ctx context.Context) {
 // changed is called when the reading has another state, generation or quiet, perhaps by several
 // goroutines at once and once more during Close; it must not block. The first reading is there at
 // once. Targets without a valid address are Unknown.
-func (o *Observer) Watch(targets []netip.AddrPort, changed func()) *Watch {
+//
+// A reading is Unknown at the start, after an overrun, and when the rules were deleted. It is Kept
+// also before kube-proxy has written that there is another endpoint: the caller must know from
+// EndpointSlices whether there is one. A connection that its client keeps from one request to the
+// next is among Connections, but is waited for only until a moment without packets: 40 ms if
+// requests were seen to follow each other, else 1 s, and in the former case for 1 s at most.
+// NoConnections reports that two counts in a row found no connection to wait for. In Routing
+// connections are counted every second or less often, in Kept ten times a second. Since is when the
+// end of the commit was read.
+func (o *Observer) Watch(targets []netip.AddrPort, changed func()) gateway.Watch {
 	return o.watch(targets, changed, false)
 }
 
 // Look is Watch for targets that may be other pods' by now: for the other watches they remain
 // endpoints to which kube-proxy can send.
-func (o *Observer) Look(targets []netip.AddrPort, changed func()) *Watch {
+func (o *Observer) Look(targets []netip.AddrPort, changed func()) gateway.Watch {
 	return o.watch(targets, changed, true)
 }
 
@@ -514,7 +545,7 @@ func (o *Observer) watch(targets []netip.AddrPort, changed func(), looks bool) *
 }
 
 // Reading returns what is known now.
-func (w *Watch) Reading() Reading {
+func (w *Watch) Reading() gateway.Reading {
 	w.o.mu.Lock()
 	defer w.o.mu.Unlock()
 	return w.reading
@@ -542,46 +573,46 @@ func (w *Watch) Close() {
 // holds o.mu.
 func (w *Watch) update(now time.Time) bool {
 	state := w.o.state(w.targets)
-	if state == Removed && w.reading.State == Idle {
-		state = Idle
+	if state == health.Removed && w.reading.State == health.Idle {
+		state = health.Idle
 	}
 	return w.enter(state, now)
 }
 
 // enter makes state the state. The caller holds o.mu.
-func (w *Watch) enter(state State, now time.Time) bool {
+func (w *Watch) enter(state health.State, now time.Time) bool {
 	if state == w.reading.State && w.o.generation == w.reading.Generation {
 		return false
 	}
 	w.reading.Generation = w.o.generation
-	if state == w.reading.State && state != Removed {
+	if state == w.reading.State && state != health.Removed {
 		return true
 	}
-	if w.reading.State < Removed {
+	if w.reading.State < health.Removed {
 		for key, h := range w.held {
 			h.kept = false // it may have been used since
 			w.held[key] = h
 		}
 	}
 	w.reading.State, w.reading.Since = state, now
-	w.reading.Connections, w.reading.NoConnections = 0, state == Idle
+	w.reading.Connections, w.reading.NoConnections = 0, state == health.Idle
 	w.period++
 	w.empty, w.busy = 0, false
 	w.entered = time.Now()
-	if w.next = w.entered.Add(countKept); state == Removed {
+	if w.next = w.entered.Add(countKept); state == health.Removed {
 		w.next = w.entered.Add(countFirst)
 	}
 	// Else count would look at all watches for each of many that come at once.
-	if state == Removed || (state == Routing || state == Kept) && !w.o.others {
+	if state == health.Removed || (state == health.Routing || state == health.Kept) && !w.o.others {
 		w.o.wake.Raise()
 	}
 	return true
 }
 
 // state returns what the rules do with targets: never Idle. The caller holds mu.
-func (o *Observer) state(targets []netip.AddrPort) State {
+func (o *Observer) state(targets []netip.AddrPort) health.State {
 	if len(targets) == 0 {
-		return Unknown
+		return health.Unknown
 	}
 	most := sendsNothing
 	for _, target := range targets {
@@ -590,7 +621,7 @@ func (o *Observer) state(targets []netip.AddrPort) State {
 			family = unix.NFPROTO_IPV6
 		}
 		if !target.Addr().IsValid() || !o.known(family) {
-			return Unknown
+			return health.Unknown
 		}
 		for id, s := range o.sources {
 			if id.family == family {
@@ -600,7 +631,7 @@ func (o *Observer) state(targets []netip.AddrPort) State {
 			}
 		}
 	}
-	return [...]State{sendsNothing: Removed, sendsLast: Kept, sendsToo: Routing}[most]
+	return [...]health.State{sendsNothing: health.Removed, sendsLast: health.Kept, sendsToo: health.Routing}[most]
 }
 
 func (o *Observer) isGoing(d netip.AddrPort) bool {

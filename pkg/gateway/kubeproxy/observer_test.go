@@ -8,6 +8,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 // Endpoints come and go as kube-proxy writes them, in each family, with affinity and without.
@@ -29,39 +31,39 @@ func TestEndpointLeaves(t *testing.T) {
 					var o *Observer
 					if before {
 						o = start(t, Options{})
-						watch(t, o, a).stays(Unknown)
+						watch(t, o, a).stays(health.Unknown)
 					}
 					nft(t, append(setUp(s.family()), s.sync([]string{a, b})...)...)
 					if !before {
 						o = start(t, Options{})
 					}
 					wa := watch(t, o, a)
-					wa.wait(Routing)
+					wa.wait(health.Routing)
 					wb := watch(t, o, b)
-					wa.wait(Kept) // both are watched, and there is no other
+					wa.wait(health.Kept) // both are watched, and there is no other
 					wb.Close()
-					wa.wait(Routing)
+					wa.wait(health.Routing)
 					look := o.Look([]netip.AddrPort{netip.MustParseAddrPort(b)}, func() {})
-					wa.stays(Routing) // another pod may have the address of b
-					if is := look.Reading().State; is != Kept {
+					wa.stays(health.Routing) // another pod may have the address of b
+					if is := look.Reading().State; is != health.Kept {
 						t.Errorf("%s itself is %s, want Kept: %s is going", b, is, a)
 					}
 					look.Close()
 					nft(t, s.sync([]string{b}, a)...)
-					if r := wa.wait(Removed); r.Since.IsZero() || r.Generation == "" {
+					if r := wa.wait(health.Removed); r.Since.IsZero() || r.Generation == "" {
 						t.Error(r)
 					}
 					wb = watch(t, o, b)
-					wb.wait(Kept)
+					wb.wait(health.Kept)
 					nft(t, s.sync(nil, b)...)
-					wb.wait(Removed)
+					wb.wait(health.Removed)
 					nft(t, s.sync([]string{a})...)
-					wa.wait(Kept)
+					wa.wait(health.Kept)
 					nft(t, "delete table "+s.family()+" kube-proxy")
-					wa.wait(Unknown)
-					wb.wait(Unknown)
+					wa.wait(health.Unknown)
+					wb.wait(health.Unknown)
 					nft(t, setUp(s.family())...)
-					wa.wait(Removed)
+					wa.wait(health.Removed)
 				})
 		}
 	}
@@ -94,32 +96,32 @@ func TestEndpointLeavesIPTables(t *testing.T) {
 					empty(t)
 					s, a, b := test.service, test.a, test.b
 					o := start(t, Options{})
-					watch(t, o, a).stays(Unknown)
+					watch(t, o, a).stays(health.Unknown)
 					// kube-proxy makes its chains, and then writes them.
 					restore(t, "nft", s.v6(), iptablesSetUp[:len(iptablesSetUp)-1]...)
-					watch(t, o, a).stays(Unknown)
+					watch(t, o, a).stays(health.Unknown)
 					restore(t, "nft", s.v6(), s.iptables([]string{a, b}, false)...)
 					wa := watch(t, o, a)
-					wa.wait(Routing)
+					wa.wait(health.Routing)
 					// What others write in the same table does not count, be it that they map a
 					// port of the host to the pod.
 					restore(t, "nft", s.v6(), ":CNI-DN-1 - [0:0]",
 						"-A CNI-DN-1 -p tcp --dport 9000 -j DNAT --to-destination "+a, "-I PREROUTING -j CNI-DN-1",
 						"-A OUTPUT -p tcp --dport 9000 -j DNAT --to-destination "+a)
 					restore(t, "nft", s.v6(), s.iptables([]string{b}, stale, a)...)
-					wa.wait(Removed)
+					wa.wait(health.Removed)
 					wb := watch(t, o, b)
-					wb.wait(Kept)
+					wb.wait(health.Kept)
 					restore(t, "nft", s.v6(), s.iptables(nil, stale, b)...)
-					wb.wait(Removed)
+					wb.wait(health.Removed)
 					restore(t, "nft", s.v6(), s.iptables([]string{a, b}, false)...)
-					wa.wait(Kept)
+					wa.wait(health.Kept)
 					run(t, "", "nft", "delete", "table", s.family(), "nat")
-					wa.wait(Unknown)
+					wa.wait(health.Unknown)
 					// kube-proxy's mode is changed.
 					nft(t, append(setUp(s.family()), s.sync([]string{b})...)...)
-					wa.wait(Removed)
-					wb.wait(Kept)
+					wa.wait(health.Removed)
+					wb.wait(health.Kept)
 				})
 		}
 	}
@@ -135,24 +137,24 @@ func TestLeftBehind(t *testing.T) {
 	nft(t, append(setUp("ip"), s.sync([]string{a, b})...)...)
 	o := start(t, Options{})
 	w := watch(t, o, a)
-	w.wait(Routing)
+	w.wait(health.Routing)
 	nft(t, s.sync([]string{b})...)
-	w.stays(Routing)
+	w.stays(health.Routing)
 	restore(t, "nft", false, s.iptables([]string{b}, false, a)...)
-	w.wait(Removed)
+	w.wait(health.Removed)
 	generation := w.Reading().Generation
 	// One table is deleted: nothing says which of them kube-proxy writes.
 	nft(t, "delete table ip kube-proxy")
-	if r := w.wait(Unknown); r.Generation == generation {
+	if r := w.wait(health.Unknown); r.Generation == generation {
 		t.Error("the generation is the same when the rules were deleted:", r)
 	}
 	// What others write in the table that is left is no answer, what kube-proxy writes is.
 	restore(t, "nft", false, ":CNI-DN-1 - [0:0]", "-A CNI-DN-1 -p tcp --dport 9000 -j DNAT --to-destination "+a)
-	w.stays(Unknown)
+	w.stays(health.Unknown)
 	restore(t, "nft", false, s.iptables([]string{a, b}, false)...)
-	w.wait(Routing)
+	w.wait(health.Routing)
 	restore(t, "nft", false, s.iptables([]string{b}, false, a)...)
-	w.wait(Removed)
+	w.wait(health.Removed)
 }
 
 // A node changes from iptables to nftables mode, and its operator deletes what the former has left
@@ -165,11 +167,11 @@ func TestLeftBehindAndDeletedByHand(t *testing.T) {
 	nft(t, append(setUp("ip"), s.sync([]string{a, b})...)...)
 	o := start(t, Options{})
 	w := watch(t, o, a)
-	w.wait(Routing)
+	w.wait(health.Routing)
 	restore(t, "nft", false, "-F KUBE-SERVICES", "-F PREROUTING", "-F OUTPUT")
-	w.wait(Unknown)
+	w.wait(health.Unknown)
 	nft(t, s.sync([]string{b})...)
-	w.wait(Removed)
+	w.wait(health.Removed)
 }
 
 // A table that is not kube-proxy's yet, and a family that kube-proxy has not written, are
@@ -181,21 +183,21 @@ func TestUnknown(t *testing.T) {
 	o := start(t, Options{})
 	w, six := watch(t, o, "10.244.0.9:8080"), watch(t, o, "[fd00::9]:8080")
 	both, none := watch(t, o, "10.244.0.9:8080", "[fd00::9]:8080"), watch(t, o)
-	w.stays(Unknown)
+	w.stays(health.Unknown)
 	nft(t, append(setUp("ip"), s.sync([]string{"10.244.0.1:8080"})...)...)
-	w.wait(Removed)
+	w.wait(health.Removed)
 	for _, other := range []*follower{six, both, none} {
-		other.stays(Unknown)
+		other.stays(health.Unknown)
 	}
 	mapped := watch(t, o, "[::ffff:10.244.0.1]:8080")
-	mapped.wait(Kept)
-	watch(t, o, "10.244.0.1:9090").wait(Removed)
-	watch(t, o, "10.244.0.1:0").wait(Kept)
+	mapped.wait(health.Kept)
+	watch(t, o, "10.244.0.1:9090").wait(health.Removed)
+	watch(t, o, "10.244.0.1:0").wait(health.Kept)
 	// An element of its own is enough to lead there.
 	nft(t, "add rule ip kube-proxy services meta l4proto tcp dnat to 10.244.0.9:8080")
-	w.wait(Kept)
+	w.wait(health.Kept)
 	nft(t, "flush chain ip kube-proxy services")
-	mapped.wait(Unknown)
+	mapped.wait(health.Unknown)
 	w.Close()
 	w.Close()
 }
@@ -217,18 +219,18 @@ func TestAbsent(t *testing.T) {
 		"-A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODE-PORT",
 		"-A KUBE-MARK-MASQ -j MARK --set-xmark 0x4000/0x4000")
 	w := watch(t, o, "10.244.0.1:8080")
-	w.stays(Unknown)
+	w.stays(health.Unknown)
 	if !o.Absent() {
 		t.Error("kube-proxy in ipvs mode is observed")
 	}
 	s := service{"web", "10.96.0.1", false}
 	nft(t, append(setUp("ip"), s.sync([]string{"10.244.0.1:8080"})...)...)
-	w.wait(Kept)
+	w.wait(health.Kept)
 	if o.Absent() {
 		t.Error("kube-proxy has written its rules, and is absent")
 	}
 	nft(t, "delete table ip kube-proxy")
-	w.wait(Unknown)
+	w.wait(health.Unknown)
 	if o.Absent() {
 		t.Error("kube-proxy is absent as soon as its rules are deleted")
 	}
@@ -247,14 +249,14 @@ func TestKeptByOneOnly(t *testing.T) {
 	nft(t, slices.Concat(setUp("ip"), alone.sync([]string{a}), shared.sync([]string{a, b}))...)
 	o := start(t, Options{})
 	w := watch(t, o, a)
-	w.wait(Routing)
+	w.wait(health.Routing)
 	nft(t, shared.sync([]string{b}, a)...)
-	w.wait(Kept)
+	w.wait(health.Kept)
 	nft(t, alone.sync(nil)...)
-	w.wait(Removed)
+	w.wait(health.Removed)
 	nft(t, shared.sync([]string{a}, b)...)
-	w.wait(Kept)
+	w.wait(health.Kept)
 	// Nothing leads to the service's chain any more, though it is there.
 	nft(t, "flush map ip kube-proxy service-ips")
-	w.wait(Removed)
+	w.wait(health.Removed)
 }

@@ -20,7 +20,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/gateway/kubeproxy"
+	"github.com/lameduck-io/lameduck/pkg/health"
 	"github.com/lameduck-io/lameduck/test/cluster"
 	"github.com/lameduck-io/lameduck/test/cluster/machine"
 )
@@ -114,12 +116,12 @@ func (p *place) pods() map[string][]netip.Addr {
 
 // follower is a watch with all the states that were told.
 type follower struct {
-	*kubeproxy.Watch
+	gateway.Watch
 	p    *place
 	name string
 
 	mu   sync.Mutex
-	seen []kubeproxy.State
+	seen []health.State
 	news chan struct{}
 }
 
@@ -148,12 +150,12 @@ func (p *place) watch(name string, addresses []netip.Addr) *follower {
 }
 
 // wait waits for a state and says how long it took. What is Idle is Removed.
-func (f *follower) wait(state kubeproxy.State, most time.Duration) {
+func (f *follower) wait(state health.State, most time.Duration) {
 	f.p.Helper()
 	began, timeout := time.Now(), time.After(most)
 	for {
 		r := f.Reading()
-		if r.State == state || state == kubeproxy.Removed && r.State == kubeproxy.Idle {
+		if r.State == state || state == health.Removed && r.State == health.Idle {
 			f.p.Logf("%s: %s after %s", f.name, r.State, time.Since(began).Round(time.Millisecond))
 			return
 		}
@@ -166,7 +168,7 @@ func (f *follower) wait(state kubeproxy.State, most time.Duration) {
 	}
 }
 
-func (f *follower) is(state kubeproxy.State) {
+func (f *follower) is(state health.State) {
 	f.p.Helper()
 	if r := f.Reading(); r.State != state {
 		f.p.Fatalf("%s is %+v, want %s", f.name, r, state)
@@ -257,7 +259,7 @@ func leave(t *testing.T, mode machine.Proxy) {
 
 	gone := pods[names[0]]
 	a := p.watch("a", pods[names[0]])
-	a.wait(kubeproxy.Routing, 10*time.Second)
+	a.wait(health.Routing, 10*time.Second)
 	if len(pods[names[0]]) != 2 {
 		t.Errorf("pod has addresses %v, want one of each family", pods[names[0]])
 	}
@@ -268,7 +270,7 @@ func leave(t *testing.T, mode machine.Proxy) {
 	sticky.Close()
 
 	p.kubectl("delete", "pod", names[0], "--wait=false")
-	a.wait(kubeproxy.Removed, 15*time.Second)
+	a.wait(health.Removed, 15*time.Second)
 	if _, err := p.c.Kubectl(t.Context(), "get", "pod", names[0]); err != nil {
 		t.Fatal("the pod is gone, which is another case:", err)
 	}
@@ -279,7 +281,7 @@ func leave(t *testing.T, mode machine.Proxy) {
 			}
 		}
 	}
-	a.is(kubeproxy.Removed)
+	a.is(health.Removed)
 	if n := a.Reading().Connections; n != 2 {
 		t.Errorf("%d connections are counted, want 2", n)
 	}
@@ -287,16 +289,16 @@ func leave(t *testing.T, mode machine.Proxy) {
 		if name, err := request(conn); err != nil || name != names[0] {
 			t.Errorf("a connection that was open reaches %q, %v", name, err)
 		}
-		a.is(kubeproxy.Removed)
+		a.is(health.Removed)
 		conn.Close()
 	}
-	a.wait(kubeproxy.Idle, 15*time.Second)
+	a.wait(health.Idle, 15*time.Second)
 
 	// kube-proxy restarts: what is routed stays so, what is not does not come back.
 	p.kubectl("rollout", "status", "deployment/app", "--timeout=60s")
 	pods = p.pods()
 	b := p.watch("b", pods[names[1]])
-	b.wait(kubeproxy.Routing, 10*time.Second)
+	b.wait(health.Routing, 10*time.Second)
 	if err := p.m.Restart("kube-proxy"); err != nil {
 		t.Fatal(err)
 	}
@@ -308,12 +310,12 @@ func leave(t *testing.T, mode machine.Proxy) {
 		response.Body.Close()
 		return response.StatusCode == http.StatusOK
 	})
-	b.is(kubeproxy.Routing)
-	a.is(kubeproxy.Idle)
+	b.is(health.Routing)
+	a.is(health.Idle)
 	for _, f := range []*follower{a, b} {
 		f.mu.Lock()
 		t.Logf("%s was told %v", f.name, f.seen)
-		if slices.Contains(f.seen, kubeproxy.Removed) && f == b {
+		if slices.Contains(f.seen, health.Removed) && f == b {
 			t.Error("a pod that is routed was once Removed")
 		}
 		f.mu.Unlock()
@@ -323,8 +325,8 @@ func leave(t *testing.T, mode machine.Proxy) {
 	fresh := &place{T: t, c: c, m: p.m}
 	fresh.observe()
 	fb, fa := fresh.watch("b, read afresh", pods[names[1]]), fresh.watch("a, read afresh", gone)
-	fb.wait(kubeproxy.Routing, 15*time.Second)
-	fa.wait(kubeproxy.Idle, 15*time.Second)
+	fb.wait(health.Routing, 15*time.Second)
+	fa.wait(health.Idle, 15*time.Second)
 
 	// No endpoint is ready any more: kube-proxy keeps sending to those that terminate.
 	p.kubectl("scale", "deployment/app", "--replicas=0")
@@ -335,20 +337,20 @@ func leave(t *testing.T, mode machine.Proxy) {
 		}
 	}
 	for _, f := range others {
-		f.wait(kubeproxy.Kept, 15*time.Second)
+		f.wait(health.Kept, 15*time.Second)
 	}
 	// It also sends again to the one that was Removed: that is still ready, though terminating.
-	a.wait(kubeproxy.Kept, 15*time.Second)
+	a.wait(health.Kept, 15*time.Second)
 	time.Sleep(3 * time.Second) // in which kube-proxy writes again, at most once a second
 	for _, f := range others {
-		f.is(kubeproxy.Kept)
+		f.is(health.Kept)
 	}
 	if name := p.asked("10.96.0.80:80"); name == "" {
 		t.Error("Kept, and no pod is reached")
 	}
 	p.kubectl("delete", "pods", "-l", "app=app", "--force", "--grace-period=0")
 	for _, f := range append(others, a) {
-		f.wait(kubeproxy.Idle, 15*time.Second)
+		f.wait(health.Idle, 15*time.Second)
 	}
 
 	// What conntrack remembers of them goes. The kubelet probes a pod for a second or more after it
