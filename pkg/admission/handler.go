@@ -64,13 +64,9 @@ type Others interface {
 // and changes nothing; everything else gets an answer before the API server's ?timeout= is over.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	began := time.Now()
-	if r.Method != http.MethodPost {
-		h.refuse(w, malformed{http.StatusMethodNotAllowed, "method " + r.Method + ": reviews come by POST"})
-		return
-	}
 	q, err := read(w, r)
 	if err != nil {
-		h.refuse(w, err)
+		refuse(w, h.Log, h.Metrics, err)
 		return
 	}
 	if q.isCheck() {
@@ -253,8 +249,6 @@ func answer(w http.ResponseWriter, response *admissionv1.AdmissionResponse) {
 	// A failed write means that the API server has closed the connection.
 	_ = json.NewEncoder(w).Encode(review)
 }
-
-func (h *Handler) refuse(w http.ResponseWriter, err error) { refuse(w, h.Log, h.Metrics, err) }
 
 // refuse answers a request that is not a review of a known kind.
 func refuse(w http.ResponseWriter, log *slog.Logger, metrics *Metrics, err error) {

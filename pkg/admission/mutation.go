@@ -14,7 +14,6 @@ import (
 
 	admissionv1 "k8s.io/api/admission/v1"
 	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -70,18 +69,15 @@ func (m *Mutator) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		refuse(w, m.Log, m.Metrics, err)
 		return
 	}
-	place, barrier := m.place(r.Context(), q.namespace), m.Barrier
-	barrier.Bound = m.bound(r.Context(), q.pod, place)
-	result := mutate(q.pod, place, rand.Text(), barrier)
+	pod, place, barrier := q.Object, m.place(r.Context(), q.Namespace), m.Barrier
+	barrier.Bound = m.bound(r.Context(), pod, place)
+	result := mutate(pod, place, rand.Text(), barrier)
 	m.Metrics.mutations.WithLabelValues(string(result.coverage)).Inc()
-	name := q.pod.Name
-	if name == "" {
-		name = q.pod.GenerateName + "*"
-	}
+	name := cmp.Or(pod.Name, pod.GenerateName+"*")
 	warnings := result.warnings()
-	m.Log.Debug("creation", "namespace", q.namespace, "pod", name, "coverage", string(result.coverage),
+	m.Log.Debug("creation", "namespace", q.Namespace, "pod", name, "coverage", string(result.coverage),
 		"warnings", warnings)
-	response := &admissionv1.AdmissionResponse{UID: q.uid, Allowed: true, Warnings: warnings}
+	response := &admissionv1.AdmissionResponse{UID: q.UID, Allowed: true, Warnings: warnings}
 	if len(result.patch) > 0 {
 		if response.Patch, err = json.Marshal(result.patch); err != nil {
 			refuse(w, m.Log, m.Metrics, fmt.Errorf("encode the patch: %w", err))
@@ -186,53 +182,18 @@ func (m mutation) warnings() []string {
 	return nil
 }
 
-// creation is a review of CREATE pods.
-type creation struct {
-	uid       types.UID
-	namespace string
-	pod       *corev1.Pod
-}
-
-// readCreation decodes a review. Its errors are malformed.
-func readCreation(w http.ResponseWriter, r *http.Request) (*creation, error) {
-	if r.Method != http.MethodPost {
-		return nil, malformed{http.StatusMethodNotAllowed, "method " + r.Method + ": reviews come by POST"}
-	}
-	body, err := readBody(w, r)
-	if err != nil {
-		return nil, err
-	}
-	var review struct {
-		metav1.TypeMeta
-		Request *struct {
-			UID         types.UID
-			Resource    metav1.GroupVersionResource
-			SubResource string
-			Namespace   string
-			Operation   admissionv1.Operation
-			Object      *corev1.Pod
-		}
-	}
-	if err := json.Unmarshal(body, &review); err != nil {
-		return nil, bad("decode the review: %v", err)
-	}
-	if err := isReview(review.TypeMeta); err != nil {
-		return nil, err
-	}
-	ask := review.Request
+// readCreation reads what a review of CREATE pods asks. Its errors are of type malformed.
+func readCreation(w http.ResponseWriter, r *http.Request) (*asked[corev1.Pod], error) {
+	ask, err := readReview[corev1.Pod](w, r)
 	switch {
-	case ask == nil:
-		return nil, bad("the review has no request")
-	case ask.UID == "":
-		return nil, bad("request.uid is empty")
-	case ask.Operation != admissionv1.Create || ask.Resource.Group != "" || ask.Resource.Resource != "pods" ||
-		ask.SubResource != "":
-		return nil, bad("%.100q of %.100q is not for this webhook: it takes CREATE of pods", ask.Operation,
-			ask.Resource.Group+"/"+ask.Resource.Resource+"/"+ask.SubResource)
+	case err != nil:
+		return nil, err
+	case ask.Operation != admissionv1.Create || ask.what() != "/pods/":
+		return nil, bad("%.100q of %.100q is not for this webhook: it takes CREATE of pods", ask.Operation, ask.what())
 	case ask.Object == nil || ask.Object.Kind != "Pod":
 		return nil, bad("request.object is not a Pod")
 	case len(ask.Object.Spec.Containers) == 0:
 		return nil, bad("request.object has no containers")
 	}
-	return &creation{uid: ask.UID, namespace: ask.Namespace, pod: ask.Object}, nil
+	return ask, nil
 }

@@ -62,23 +62,9 @@ func bad(format string, args ...any) error {
 // read decodes a review. Its errors are of type malformed. w is the answer's writer: a body that is
 // too large closes its connection.
 func read(w http.ResponseWriter, r *http.Request) (*request, error) {
-	body, err := readBody(w, r)
+	ask, err := readReview[policyv1.Eviction](w, r)
 	if err != nil {
 		return nil, err
-	}
-	var review reviewed
-	if err := decode(body, &review); err != nil {
-		return nil, err
-	}
-	if err := isReview(review.TypeMeta); err != nil {
-		return nil, err
-	}
-	ask := review.Request
-	if ask == nil {
-		return nil, bad("the review has no request")
-	}
-	if ask.UID == "" {
-		return nil, bad("request.uid is empty")
 	}
 	timeout, err := timeoutOf(r.URL.Query())
 	if err != nil {
@@ -90,8 +76,7 @@ func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 		username: ask.UserInfo.Username, groups: ask.UserInfo.Groups,
 		timeout: timeout,
 	}
-	what := ask.Resource.Group + "/" + ask.Resource.Resource + "/" + ask.SubResource
-	switch {
+	switch what := ask.what(); {
 	case what == "/pods/" && ask.Operation == admissionv1.Delete:
 		err = q.readDelete(ask)
 	case what == "/pods/eviction" && ask.Operation == admissionv1.Create:
@@ -107,6 +92,35 @@ func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 		return nil, bad("the review names no pod: namespace %q, name %q", q.namespace, q.name)
 	}
 	return q, nil
+}
+
+// readReview reads what a review asks. Its errors are of type malformed.
+func readReview[Object any](w http.ResponseWriter, r *http.Request) (*asked[Object], error) {
+	if r.Method != http.MethodPost {
+		return nil, malformed{http.StatusMethodNotAllowed, "method " + r.Method + ": reviews come by POST"}
+	}
+	body, err := readBody(w, r)
+	if err != nil {
+		return nil, err
+	}
+	var review struct {
+		metav1.TypeMeta
+		Request *asked[Object]
+	}
+	if err := decode(body, &review); err != nil {
+		return nil, err
+	}
+	want := admissionv1.SchemeGroupVersion.WithKind("AdmissionReview")
+	switch got := review.GroupVersionKind(); {
+	case got != want:
+		return nil, bad("the review is a %.100q of version %.100q; %s %s is understood", got.Kind, review.APIVersion,
+			want.GroupVersion(), want.Kind)
+	case review.Request == nil:
+		return nil, bad("the review has no request")
+	case review.Request.UID == "":
+		return nil, bad("request.uid is empty")
+	}
+	return review.Request, nil
 }
 
 // readBody reads the body of a request that should be a review. Its errors are of type malformed.
@@ -131,17 +145,7 @@ func readBody(w http.ResponseWriter, r *http.Request) ([]byte, error) {
 	return body.Bytes(), nil
 }
 
-// isReview returns nil if a review is of the supported version, else an error of type malformed.
-func isReview(meta metav1.TypeMeta) error {
-	want := admissionv1.SchemeGroupVersion.WithKind("AdmissionReview")
-	if got := meta.GroupVersionKind(); got != want {
-		return bad("the review is a %.100q of version %.100q; %s %s is understood", got.Kind, meta.APIVersion,
-			want.GroupVersion(), want.Kind)
-	}
-	return nil
-}
-
-func (q *request) readDelete(ask *reviewedRequest) error {
+func (q *request) readDelete(ask *asked[policyv1.Eviction]) error {
 	q.operation = Delete
 	q.collection = ask.Name == ""
 	switch old := ask.OldObject; {
@@ -162,7 +166,7 @@ func (q *request) readDelete(ask *reviewedRequest) error {
 	return nil
 }
 
-func (q *request) readEviction(ask *reviewedRequest) error {
+func (q *request) readEviction(ask *asked[policyv1.Eviction]) error {
 	q.operation = Evict
 	// policy/v1beta1 has the same fields.
 	switch eviction := ask.Object; {
@@ -189,20 +193,22 @@ func (q *request) takeOptions(o *metav1.DeleteOptions) {
 	}
 }
 
-// reviewed is an AdmissionReview with only the fields that are read here. Most of a pod is its
-// containers, and decoding all of it into Kubernetes' types takes three times as long.
-type reviewed struct {
-	metav1.TypeMeta
-	Request *reviewedRequest
-}
-
-type reviewedRequest struct {
+// asked is what a review asks, with only the fields that are read here. Object is of an eviction or
+// a creation.
+type asked[Object any] struct {
 	admissionv1.AdmissionRequest
-	Object    *policyv1.Eviction    `json:"object"`
+	Object    *Object               `json:"object"`
 	OldObject *reviewedPod          `json:"oldObject"`
 	Options   *metav1.DeleteOptions `json:"options"`
 }
 
+// what is the resource, as group/resource/subresource.
+func (a *asked[Object]) what() string {
+	return a.Resource.Group + "/" + a.Resource.Resource + "/" + a.SubResource
+}
+
+// reviewedPod has what is read of a pod that is deleted. Most of a pod is its containers, and
+// decoding all of it into Kubernetes' types takes three times as long.
 type reviewedPod struct {
 	metav1.TypeMeta
 	metav1.ObjectMeta `json:"metadata"`
@@ -230,7 +236,7 @@ func (r *reviewedPod) pod() *corev1.Pod {
 }
 
 // decode reads a review. Its errors are of type malformed, and name the object at fault.
-func decode(body []byte, into *reviewed) error {
+func decode(body []byte, into any) error {
 	err := json.Unmarshal(body, into)
 	if err == nil {
 		return nil
