@@ -300,13 +300,11 @@ func (l *Ledger) dropReports(a *agent) {
 // CouldRoute reports whether some agent may route one of services: it declared so, or has not
 // declared anything yet.
 func (l *Ledger) CouldRoute(services []Service) bool {
-	if len(l.everything[AtHold]) > 0 {
-		return true
-	}
-	return slices.ContainsFunc(services, func(s Service) bool {
+	may := func(s Service) bool {
 		of := l.services[s]
 		return of != nil && len(of.agents[AtHold]) > 0
-	})
+	}
+	return may(EveryService) || slices.ContainsFunc(services, may)
 }
 
 // names reports whether a has declared one of the Services of d, with any ability.
@@ -329,17 +327,11 @@ func (a *agent) mayKnow(d *drain) bool {
 // agent that has not declared may route everything, but its label may restrict it to one gate. An
 // agent that has left routes nothing.
 func (a *agent) mayBeAsked(g Gate, d *drain) bool {
-	if a.mayBeAskedAll(g) {
+	if at, former := d.former[a]; former && at == g && a.canBeAsked(g) {
 		return true
 	}
-	if !a.canBeAsked(g) {
-		return false
-	}
-	if at, former := d.former[a]; former && at == g {
-		return true
-	}
-	for s := range d.services {
-		if r, ok := a.routes[s]; ok && owesAt(g, r) {
+	for s := range d.listedBy() {
+		if a.mayBeAskedAbout(g, s) {
 			return true
 		}
 	}
@@ -352,18 +344,19 @@ func (a *agent) canBeAsked(g Gate) bool {
 	return !a.left && (g == AtHold || a.observes || !a.met)
 }
 
-// mayBeAskedAll reports whether a may be asked at a gate about every Service.
-func (a *agent) mayBeAskedAll(g Gate) bool {
+// mayBeAskedAbout reports whether a may be asked at a gate because of its route of s.
+func (a *agent) mayBeAskedAbout(g Gate, s Service) bool {
 	switch {
 	case !a.canBeAsked(g):
 		return false
-	case !a.declared && g == AtHold:
+	case a.declared || s != EveryService:
+		r, ok := a.routes[s]
+		return ok && owesAt(g, r)
+	case g == AtHold:
 		return a.Label != LabelObserved
-	case !a.declared:
+	default:
 		return a.Label != LabelDirected
 	}
-	r, ok := a.routes[EveryService]
-	return ok && owesAt(g, r)
 }
 
 func owesAt(g Gate, r Route) bool {

@@ -61,13 +61,10 @@ func (c *changes) concern(a *agent) {
 
 // touchFor touches the drains that a may have to acknowledge.
 func (l *Ledger) touchFor(a *agent) {
-	if a.inEverything[AtHold] || a.inEverything[AtBarrier] || a.former {
+	if a.former {
 		l.each(func(d *drain) {
-			_, former := d.former[a]
-			if former {
+			if _, former := d.former[a]; former && d.open {
 				d.rosterAt = 0 // it may be about to leave
-			}
-			if d.open && (former || a.inEverything[AtHold] || d.gate == AtBarrier) {
 				l.touch(d)
 			}
 		})

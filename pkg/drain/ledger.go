@@ -98,8 +98,7 @@ func NewLedger(times Times, scope Scope, sampling Sampling) *Ledger {
 	return &Ledger{
 		times: times, subjects: map[UID]*subject{},
 		roster: roster{
-			agents: map[AgentID]*agent{}, services: map[Service]*service{},
-			everything: [gates]map[*agent]struct{}{{}, {}}, rosterRev: 1,
+			agents: map[AgentID]*agent{}, services: map[Service]*service{}, rosterRev: 1,
 		},
 		changes:  changes{log: list.New(), touched: [gates]map[UID]bool{{}, {}}},
 		capacity: capacity{queued: map[*drain]struct{}{}, usable: map[Service][]UID{}},

@@ -16,12 +16,9 @@ type roster struct {
 	// [bits].
 	slots []*agent
 	// services are the Services that an agent has declared, or that list the pod of an open drain.
+	// [EveryService] lists every pod. Its agents are those that declare it, and those that have not
+	// declared and whose label does not name the other gate only.
 	services map[Service]*service
-	// everything are, for each gate, the agents that may be asked there about any Service: those
-	// that declare [EveryService], and those that have not declared and whose label does not name
-	// the other gate only. everythingRev is as service.rev.
-	everything    [gates]map[*agent]struct{}
-	everythingRev [gates]uint64
 	// rosterRev is the last revision that was given to a list of agents, at first 1.
 	rosterRev uint64
 	total     Counts
@@ -43,10 +40,8 @@ type service struct {
 type entry struct {
 	// slot is its number, which another agent may get when this one is forgotten.
 	slot int
-	// indexed are, for each gate, the Services under which it is listed. inEverything: it is listed
-	// for every Service.
-	indexed      [gates]map[Service]struct{}
-	inEverything [gates]bool
+	// indexed are, for each gate, the Services under which it is listed.
+	indexed [gates]map[Service]struct{}
 	// countedExpected and countedMissing say how [Counts] counts it.
 	countedExpected, countedMissing bool
 }
@@ -70,32 +65,14 @@ type owed struct {
 // the routes that they had.
 func (r *roster) index(a *agent) {
 	for g := range gates {
-		if everything := a.mayBeAskedAll(g); everything != a.inEverything[g] {
-			a.inEverything[g] = everything
-			r.rosterRev++
-			r.everythingRev[g] = r.rosterRev
-			if everything {
-				r.everything[g][a] = struct{}{}
-			} else {
-				delete(r.everything[g], a)
-			}
-		}
 		for s := range a.indexed[g] {
-			if route, ok := a.routes[s]; !a.canBeAsked(g) || !ok || !owesAt(g, route) {
+			if !a.mayBeAskedAbout(g, s) {
 				r.drop(a, g, s)
 			}
 		}
-		for s, route := range a.routes {
-			if _, has := a.indexed[g][s]; has || !a.canBeAsked(g) || !owesAt(g, route) || s == EveryService {
-				continue
-			}
-			if a.indexed[g] == nil {
-				a.indexed[g] = map[Service]struct{}{}
-			}
-			a.indexed[g][s] = struct{}{}
-			of := r.service(s)
-			of.agents[g][a] = struct{}{}
-			r.turn(of, g)
+		r.add(a, g, EveryService)
+		for s := range a.routes {
+			r.add(a, g, s)
 		}
 	}
 }
@@ -103,16 +80,23 @@ func (r *roster) index(a *agent) {
 // unindex takes a out of all lists.
 func (r *roster) unindex(a *agent) {
 	for g := range gates {
-		if a.inEverything[g] {
-			a.inEverything[g] = false
-			delete(r.everything[g], a)
-			r.rosterRev++
-			r.everythingRev[g] = r.rosterRev
-		}
 		for s := range a.indexed[g] {
 			r.drop(a, g, s)
 		}
 	}
+}
+
+func (r *roster) add(a *agent, g Gate, s Service) {
+	if _, has := a.indexed[g][s]; has || !a.mayBeAskedAbout(g, s) {
+		return
+	}
+	if a.indexed[g] == nil {
+		a.indexed[g] = map[Service]struct{}{}
+	}
+	a.indexed[g][s] = struct{}{}
+	of := r.service(s)
+	of.agents[g][a] = struct{}{}
+	r.turn(of, g)
 }
 
 func (r *roster) drop(a *agent, g Gate, s Service) {
@@ -166,18 +150,30 @@ func (r *roster) prune(s Service) {
 
 // enlist puts d into the lists of all its Services, delist takes it out.
 func (r *roster) enlist(d *drain) {
-	for s := range d.services {
+	for s := range d.listedBy() {
 		r.service(s).drains[d] = struct{}{}
 	}
 	d.rosterAt = 0
 }
 
 func (r *roster) delist(d *drain) {
-	for s := range d.services {
+	for s := range d.listedBy() {
 		delete(r.service(s).drains, d)
 		r.prune(s)
 	}
 	d.agents, d.roster, d.rosterAt = nil, nil, 0
+}
+
+// listedBy returns the Services that list the pod of d, [EveryService] among them.
+func (d *drain) listedBy() iter.Seq[Service] {
+	return func(yield func(Service) bool) {
+		for s := range d.services {
+			if !yield(s) {
+				return
+			}
+		}
+		yield(EveryService)
+	}
 }
 
 // owing returns the agents that may have to acknowledge d, which is open, sorted by
@@ -188,8 +184,7 @@ func (r *roster) owing(d *drain) []*agent {
 	}
 	newest := uint64(0)
 	for _, g := range d.asks() {
-		newest = max(newest, r.everythingRev[g])
-		for s := range d.services {
+		for s := range d.listedBy() {
 			if of := r.services[s]; of != nil {
 				newest = max(newest, of.rev[g])
 			}
@@ -206,8 +201,7 @@ func (r *roster) owing(d *drain) []*agent {
 func (r *roster) enroll(d *drain) {
 	d.agents = d.agents[:0]
 	for _, g := range d.asks() {
-		d.agents = slices.AppendSeq(d.agents, maps.Keys(r.everything[g]))
-		for s := range d.services {
+		for s := range d.listedBy() {
 			if of := r.services[s]; of != nil {
 				d.agents = append(d.agents, of.order(g)...)
 			}
