@@ -97,7 +97,7 @@ func explanation(e admission.Explanation, parties []drain.Acknowledger, gateways
 	node func(drain.Acknowledger) string, covers []coverage.Service) api.Explanation {
 	x := api.Explanation{
 		Namespace: e.Pod.Namespace, Pod: e.Pod.Name, UID: string(e.Pod.UID), Operation: string(e.Facts.Operation),
-		Answer: e.Verdict.Action.String(), Reason: string(e.Verdict.Reason), Unroute: e.Verdict.Unroute, Queued: e.Full,
+		Answer: string(e.Verdict.Action), Reason: string(e.Verdict.Reason), Unroute: e.Verdict.Unroute, Queued: e.Full,
 		Services: []api.ExplainedService{}, Gates: []api.Gate{}, Uncovered: []api.Uncovered{},
 		Consumers: []api.Consumer{},
 	}

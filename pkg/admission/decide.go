@@ -80,33 +80,17 @@ type Facts struct {
 	LastOf string
 }
 
-// Action is what to answer.
-type Action uint8
+// Action is what to answer. The zero value is never decided.
+type Action string
 
 const (
-	// ActionUnknown is the zero value and never decided.
-	ActionUnknown Action = iota
 	// Allow answers yes at once.
-	Allow
+	Allow Action = "allow"
 	// Deny answers 429 at once and unroutes nothing.
-	Deny
+	Deny Action = "deny"
 	// Drain opens a drain, or joins it, and holds the call: yes when it is released, else 429.
-	Drain
+	Drain Action = "drain"
 )
-
-// String prints the action in lower case.
-func (a Action) String() string {
-	switch a {
-	case Allow:
-		return "allow"
-	case Deny:
-		return "deny"
-	case Drain:
-		return "drain"
-	default:
-		return "unknown"
-	}
-}
 
 // Reason says which row of the table decided. It is a label of metrics: constants only.
 type Reason string
@@ -156,8 +140,9 @@ func answers() map[Reason]Action {
 	all := map[Reason]Action{Queued: Deny, TooManyHolds: Deny, TooManyOfOwner: Deny, Stopping: Deny, CallerGone: Deny,
 		Abstained: Allow, NoFacts: Allow}
 	for _, row := range Table {
-		all[row.Reason] = min(row.Answer.Action, Deny) // a drain that is not released yet
+		all[row.Reason] = row.Answer.Action
 	}
+	all[Draining] = Deny // a drain that is not released yet
 	return all
 }
 

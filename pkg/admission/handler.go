@@ -74,9 +74,9 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	o, s := h.decide(r.Context(), began, q)
-	answer := "deny"
+	answer := Deny
 	if o.Allowed {
-		answer = "allow"
+		answer = Allow
 	}
 	role := s.role
 	switch {

@@ -413,7 +413,7 @@ func TestSeriesExistFromTheStart(t *testing.T) {
 	}
 	before := n["lameduck_admission_answers_total"]
 	for reason, action := range answers() {
-		w.Metrics.answered(opener, Delete, action.String(), string(reason), 0)
+		w.Metrics.answered(opener, Delete, action, string(reason), 0)
 	}
 	families, _ = w.registry.Gather()
 	for _, f := range families {

@@ -61,8 +61,8 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 		for _, role := range []string{opener, witness} {
 			m.series(role, op)
 		}
-		for _, answer := range []string{"allow", "deny"} {
-			m.duration.WithLabelValues(string(op), answer)
+		for _, answer := range []Action{Allow, Deny} {
+			m.duration.WithLabelValues(string(op), string(answer))
 		}
 	}
 	return m
@@ -71,11 +71,11 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 // series initializes all series of answers to 0.
 func (m *Metrics) series(role string, op Operation) {
 	for reason, action := range answers() {
-		m.answers.WithLabelValues(role, string(op), action.String(), string(reason))
+		m.answers.WithLabelValues(role, string(op), string(action), string(reason))
 	}
 	for _, reason := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents,
 		drain.PodDeleted, drain.Suspended, drain.AgentsLost, drain.Uncovered} {
-		m.answers.WithLabelValues(role, string(op), "allow", reason.String())
+		m.answers.WithLabelValues(role, string(op), string(Allow), reason.String())
 	}
 }
 
@@ -85,9 +85,9 @@ const (
 	witness = "witness"
 )
 
-func (m *Metrics) answered(role string, op Operation, answer, reason string, took time.Duration) {
-	m.answers.WithLabelValues(role, string(op), answer, reason).Inc()
-	m.duration.WithLabelValues(string(op), answer).Observe(took.Seconds())
+func (m *Metrics) answered(role string, op Operation, answer Action, reason string, took time.Duration) {
+	m.answers.WithLabelValues(role, string(op), string(answer), reason).Inc()
+	m.duration.WithLabelValues(string(op), string(answer)).Observe(took.Seconds())
 }
 
 func (m *Metrics) refused(code int) { m.bad.WithLabelValues(strconv.Itoa(code)).Inc() }

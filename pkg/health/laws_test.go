@@ -63,7 +63,9 @@ func FuzzChangeIsReplace(f *testing.F) {
 				}
 			}
 			// Of a target that is listed twice the last change counts, and routable wins.
-			slices.SortStableFunc(changes, func(a, b Change) int { return compareBools(a.Routable, b.Routable) })
+			routable := func(c Change) bool { return c.Routable }
+			changes = append(slices.DeleteFunc(slices.Clone(changes), routable),
+				slices.DeleteFunc(changes, func(c Change) bool { return !routable(c) })...)
 			for target := range said {
 				if _, still := says[target]; !still {
 					changes = append(changes,

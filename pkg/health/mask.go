@@ -280,24 +280,21 @@ func (s *Set) mayStay(r *record) bool { return s.serves(r) && !r.routable() }
 // then those that no process lacks, then usable ones, then those without a holder, then the one
 // that was excluded last.
 func compareKept(a, b *record, leans bool) int {
-	var x, y uint64
-	if a.pod != nil {
-		x = a.pod.order
+	rank := func(r *record) (rank int, order uint64) {
+		if r.pod != nil {
+			order = r.pod.order
+		}
+		for _, better := range []bool{leans && r.verdict.Usable(), !r.is(missing), r.verdict.Usable(), !r.excluded()} {
+			rank *= 2
+			if better {
+				rank++
+			}
+		}
+		return rank, order
 	}
-	if b.pod != nil {
-		y = b.pod.order
-	}
-	usable := compareBools(a.verdict.Usable(), b.verdict.Usable())
-	if leans && usable != 0 {
-		return usable
-	}
-	return cmp.Or(
-		compareBools(!a.is(missing), !b.is(missing)),
-		usable,
-		compareBools(!a.excluded(), !b.excluded()),
-		cmp.Compare(x, y),
-		compareKeys(a.key(), b.key()),
-	)
+	x, orderX := rank(a)
+	y, orderY := rank(b)
+	return cmp.Or(cmp.Compare(x, y), cmp.Compare(orderX, orderY), compareKeys(a.key(), b.key()))
 }
 
 // tooFew reports whether so few of the routable targets are usable that all are to be chosen.

@@ -358,18 +358,6 @@ func later(a, b time.Time) time.Time {
 	return a
 }
 
-// compareBools orders false before true.
-func compareBools(a, b bool) int {
-	switch {
-	case a == b:
-		return 0
-	case a:
-		return 1
-	default:
-		return -1
-	}
-}
-
 func compareKeys(a, b Key) int {
 	// Not by cmp.Or, which would compare all of them.
 	if c := cmp.Compare(a.Pool, b.Pool); c != 0 {

@@ -8,6 +8,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/health"
@@ -391,7 +392,7 @@ func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 	again := false
 	states := map[*Backend]*index{}
 	stateErrs := map[*Backend]error{}
-	sealed := sealing{g: g, pid: p.PID}
+	sealed := sync.OnceValues(func() (bool, error) { return g.sealed(ctx, p.PID) })
 	for i, s := range steps {
 		b := s.backend
 		if p.Old && s.op.Want == health.WantRouted || s.op.Want == health.WantUnknown {
@@ -414,7 +415,7 @@ func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 			s.fail(p.PID, err)
 		case errors.Is(err, kindStopping):
 			// If nothing new can come in, what the worker would do with it does not matter.
-			if ok, sealErr := sealed.is(ctx); !ok {
+			if ok, sealErr := sealed(); !ok {
 				s.fail(p.PID, errors.Join(err, sealErr))
 			}
 		case lost(err):
@@ -512,34 +513,20 @@ func (g *Gateway) remove(ctx context.Context, p process, s *step, x *index) erro
 	return err
 }
 
-// sealing answers, once, whether a process can still be brought a new request.
-type sealing struct {
-	g          *Gateway
-	pid        int
-	asked, yes bool
-	err        error
-}
-
-// is says that no new request can come into the process: it has closed its listeners, and each
+// sealed says that no new request can come into the process: it has closed its listeners, and each
 // client connection that is left, if any, is connected through to a server and ends with that. A
 // connection that is idle, has sent half a request or waits for an answer may still bring a
 // request, and it would be routed as if nothing had happened.
 //
 // Clients are counted first: a process that is stopping gets no more of them, so that a tunnel
 // counted later was among them.
-func (s *sealing) is(ctx context.Context) (bool, error) {
-	if s.asked {
-		return s.yes, s.err
+func (g *Gateway) sealed(ctx context.Context, pid int) (bool, error) {
+	in, err := g.info(ctx, pid)
+	if err != nil || !in.Stopping || in.Clients == 0 {
+		return err == nil && in.Stopping, err
 	}
-	s.asked = true
-	in, err := s.g.info(ctx, s.pid)
-	s.yes, s.err = err == nil && in.Stopping && in.Clients == 0, err
-	if err == nil && in.Stopping && !s.yes {
-		var tunnels int
-		tunnels, s.err = read(ctx, &s.g.cli, s.pid, "show sess all", sessBegin, parseTunnels)
-		s.yes = s.err == nil && in.Clients <= tunnels
-	}
-	return s.yes, s.err
+	tunnels, err := read(ctx, &g.cli, pid, "show sess all", sessBegin, parseTunnels)
+	return err == nil && in.Clients <= tunnels, err
 }
 
 // Observe implements gateway.Directed. The list of processes is read before and after the
@@ -635,8 +622,7 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 	}
 	sealed := false
 	if open {
-		s := sealing{g: g, pid: p.PID}
-		if sealed, err = s.is(ctx); err != nil {
+		if sealed, err = g.sealed(ctx, p.PID); err != nil {
 			return "", err
 		}
 	}

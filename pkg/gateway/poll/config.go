@@ -7,6 +7,7 @@ import (
 	"net/url"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
@@ -54,6 +55,6 @@ func (c *Config) Check() (errs []error) {
 func (c *Config) Poll(read Read, settle time.Duration, log *slog.Logger) *Gateway {
 	return &Gateway{
 		name: c.Population, admin: c.Admin, read: read, settle: settle, log: log,
-		watches: map[*watch]struct{}{}, wake: make(chan struct{}, 1), named: map[string]bool{},
+		watches: map[*watch]struct{}{}, wake: signal.New(), named: map[string]bool{},
 	}
 }

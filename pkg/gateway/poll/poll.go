@@ -29,6 +29,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/gateway/sockets"
 	"github.com/lameduck-io/lameduck/pkg/health"
@@ -79,7 +80,7 @@ type Gateway struct {
 	mu      sync.Mutex
 	watches map[*watch]struct{}
 	hosts   []Host // of the last poll, nil if it failed
-	wake    chan struct{}
+	wake    signal.Signal
 	failing bool
 	// uncounted is why sockets could not be read last, named the names that were logged. Only Run
 	// uses them.
@@ -374,12 +375,7 @@ func (w *watch) Reading() gateway.Reading {
 }
 
 // Count implements gateway.Watch.
-func (w *watch) Count() {
-	select {
-	case w.g.wake <- struct{}{}:
-	default:
-	}
-}
+func (w *watch) Count() { w.g.wake.Raise() }
 
 // Close implements gateway.Watch.
 func (w *watch) Close() {
