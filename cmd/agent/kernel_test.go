@@ -19,6 +19,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 // The whole way, from the coordinator's drain to its acknowledgement, before a HAProxy that the
@@ -43,7 +44,7 @@ func TestTheKernelDirects(t *testing.T) {
 	})
 	w := newPods(t, 5)
 	w.api, w.boss = newAPI(t, w.list...), newBoss(t, time.Minute)
-	w.proxy, w.metrics = gatewaytest.FreeAddress(t), gatewaytest.FreeAddress(t)
+	w.proxy, w.metrics = planes.FreeAddress(t), planes.FreeAddress(t)
 	servers := ""
 	for i, pod := range w.list {
 		host, _, _ := strings.Cut(pod, "@")
@@ -53,7 +54,7 @@ func TestTheKernelDirects(t *testing.T) {
 		"    timeout server 30s\n    retries 0\n    option http-server-close\nfrontend web\n    bind %s\n"+
 		"    default_backend web\nbackend web\n%s", w.proxy, servers))
 	script := `echo $$ > "$0/cgroup.procs" && exec "$@"`
-	gatewaytest.StartProgram(t, w.proxy, "/bin/sh", "-c", script, cgroup, gatewaytest.LookPath(t, "haproxy"), "-f",
+	planes.StartProgram(t, w.proxy, "/bin/sh", "-c", script, cgroup, gatewaytest.LookPath(t, "haproxy"), "-f",
 		filepath.Join(w.dir, "haproxy.cfg"))
 	w.write("ca.crt", string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE",
 		Bytes: w.boss.running.Certificate().Raw})))

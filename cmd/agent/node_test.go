@@ -26,9 +26,9 @@ import (
 	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/health"
 	"github.com/lameduck-io/lameduck/test/agenttest"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 var (
@@ -82,7 +82,7 @@ func observed(t *testing.T, gateway string, log *slog.Logger) (o options, roots 
 	if err := os.WriteFile(token, []byte("token"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	o.metrics = gatewaytest.FreeAddress(t)
+	o.metrics = planes.FreeAddress(t)
 	var err error
 	if o.kind, err = o.file.read([]byte(fmt.Sprintf(`
 apiVersion: lameduck.io/v1alpha1
@@ -100,7 +100,7 @@ gateway: %s
 }
 
 // replica is one of the replicas of a gateway.
-type replica struct{ *gatewaytest.FakeObserved }
+type replica struct{ *planes.FakeObserved }
 
 func (replica) Population() string { return "shop/envoy" }
 
@@ -110,7 +110,7 @@ func TestAReplicasAgent(t *testing.T) {
 	var said agenttest.Log
 	o, roots := observed(t, "{envoy: {population: shop/envoy, admin: 'unix:///a'}}",
 		slog.New(slog.NewTextHandler(&said, nil)))
-	k := gatewaytest.NewFakeObserved()
+	k := planes.NewFakeObserved()
 	ctx, cancel := context.WithCancel(t.Context())
 	kube := fake.NewClientset()
 	ended := make(chan error, 1)
@@ -137,7 +137,7 @@ func TestANodeAgent(t *testing.T) {
 		http.DefaultClient.CloseIdleConnections()
 		goleak.VerifyNone(t, before)
 	})
-	waitAt := gatewaytest.FreeAddress(t)
+	waitAt := planes.FreeAddress(t)
 	o, roots := observed(t, fmt.Sprintf("{kubeProxy: {}}\nwaitAddresses: [%q]", waitAt), slog.New(slog.DiscardHandler))
 	o.nodeName = "n1"
 	a, b := agenttest.Hooked("a"), agenttest.Hooked("b")
@@ -145,7 +145,7 @@ func TestANodeAgent(t *testing.T) {
 	c := agenttest.Hooked("c")
 	c.Status.PodIPs = []corev1.PodIP{{IP: "10.1.0.9"}}
 	kube := fake.NewClientset(a, b, c)
-	k := gatewaytest.NewFakeObserved()
+	k := planes.NewFakeObserved()
 	k.Is(podTarget, health.Routing, 0)
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
@@ -267,16 +267,16 @@ func TestAnAgentThatNobodyCanAskIsNotReady(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer listener.Close()
-	o := options{metrics: gatewaytest.FreeAddress(t), nodeName: "n1"}
+	o := options{metrics: planes.FreeAddress(t), nodeName: "n1"}
 	if o.kind, err = o.file.read([]byte(fmt.Sprintf("apiVersion: lameduck.io/v1alpha1\nkind: "+
-		"AgentConfiguration\ngateway: {kubeProxy: {}}\nwaitAddresses: [\"%s\", \"%s\"]\n", gatewaytest.FreeAddress(t),
+		"AgentConfiguration\ngateway: {kubeProxy: {}}\nwaitAddresses: [\"%s\", \"%s\"]\n", planes.FreeAddress(t),
 		listener.Addr())), nil); err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() {
-		ended <- runObserved(ctx, o, fake.NewClientset(), nil, gatewaytest.NewFakeObserved(),
+		ended <- runObserved(ctx, o, fake.NewClientset(), nil, planes.NewFakeObserved(),
 			slog.New(slog.DiscardHandler))
 	}()
 	says := func(want string) func() bool {

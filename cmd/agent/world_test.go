@@ -30,6 +30,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/health"
 	"github.com/lameduck-io/lameduck/test/agenttest"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 // asAgent makes this test program the agent: a process of its own, that can be killed.
@@ -58,7 +59,7 @@ func (s *server) up() {
 		return
 	}
 	if s.address == "" {
-		s.address = gatewaytest.FreeAddress(s.t)
+		s.address = planes.FreeAddress(s.t)
 	}
 	l, err := net.Listen("tcp", s.address)
 	if err != nil {
@@ -480,7 +481,7 @@ func newWorld(t *testing.T, n int, expiry time.Duration) *world {
 	dir := w.dir
 	w.api, w.boss = newAPI(t, w.list...), newBoss(t, expiry)
 
-	w.proxy, w.metrics = gatewaytest.FreeAddress(t), gatewaytest.FreeAddress(t)
+	w.proxy, w.metrics = planes.FreeAddress(t), planes.FreeAddress(t)
 	w.write("haproxy.cfg", fmt.Sprintf(`
 defaults
     mode http

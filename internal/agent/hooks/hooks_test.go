@@ -24,9 +24,9 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 
 	"github.com/lameduck-io/lameduck/internal/agent/nodepods"
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/health"
 	"github.com/lameduck-io/lameduck/test/agenttest"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 var podTarget = netip.MustParseAddrPort("10.1.0.7:0")
@@ -35,7 +35,7 @@ var podTarget = netip.MustParseAddrPort("10.1.0.7:0")
 type testNode struct {
 	*testing.T
 	*Server
-	k        *gatewaytest.FakeObserved
+	k        *planes.FakeObserved
 	registry *prometheus.Registry
 	// asked holds what coordinators were asked.
 	asked []wire.BarrierRequest
@@ -43,7 +43,7 @@ type testNode struct {
 }
 
 func newTestNode(t *testing.T) *testNode {
-	k := gatewaytest.NewFakeObserved()
+	k := planes.NewFakeObserved()
 	n := &testNode{T: t, k: k, registry: prometheus.NewRegistry()}
 	live := func(context.Context, drain.Pod) (nodepods.Pod, bool, error) {
 		if n.liven == nil {

@@ -15,8 +15,8 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/serve"
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/test/agenttest"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 // agentBeside is a server that says its name, at an address that others may have.
@@ -82,7 +82,7 @@ func answersFor(t *testing.T, address string, long time.Duration, by ...string) 
 // lost is what is in the queue of the old one at the very moment in which it closes that: one
 // connection of each of the four who ask.
 func TestAgentsShareTheAddressOfHooks(t *testing.T) {
-	address := gatewaytest.FreeAddress(t)
+	address := planes.FreeAddress(t)
 	old := startBeside(t, "0", address, true, func() bool { return true })
 	answeredBy(t, address, "0")
 	const callers, times = 4, 10
@@ -179,7 +179,7 @@ func TestAnAddressOfNobody(t *testing.T) {
 // stopped under its clients.
 func TestWhoLeavesTakesNoMoreHooks(t *testing.T) {
 	for _, host := range []string{"127.0.0.1", "[::1]"} {
-		address := host + gatewaytest.FreeAddress(t)[len("127.0.0.1"):]
+		address := host + planes.FreeAddress(t)[len("127.0.0.1"):]
 		leave, release := make(chan struct{}), make(chan struct{})
 		var waiting atomic.Int64
 		handler := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -233,7 +233,7 @@ func TestWhoLeavesTakesNoMoreHooks(t *testing.T) {
 // Both agents of a node are told to stop in the middle of an upgrade. Without this each leaves the
 // hooks to the other, and they are refused until both have ended.
 func TestOneOfTwoThatLeaveStays(t *testing.T) {
-	address := gatewaytest.FreeAddress(t)
+	address := planes.FreeAddress(t)
 	leave := make(chan struct{})
 	ctx, stop := context.WithCancel(t.Context())
 	ended := make(chan error, 2)

@@ -14,9 +14,9 @@ import (
 	"github.com/lameduck-io/lameduck/internal/agent/nodepods"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/health"
 	"github.com/lameduck-io/lameduck/test/agenttest"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 var podTarget = netip.MustParseAddrPort("10.1.0.7:0")
@@ -29,7 +29,7 @@ func newPods(g gateway.Observed, log *slog.Logger) *Pods {
 // Without this, a pod that comes to the address of one that has gone loses its connections.
 func TestConnectionsAreForgottenOnlyWhereNobodyHasTheAddress(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		k := gatewaytest.NewFakeObserved()
+		k := planes.NewFakeObserved()
 		log := slog.New(slog.DiscardHandler)
 		o := newPods(k, log)
 		pods := nodepods.New(func(p nodepods.Pod) { o.Clean(p.Pod, p.Targets) }, log)
@@ -71,7 +71,7 @@ func TestConnectionsAreForgottenOnlyWhereNobodyHasTheAddress(t *testing.T) {
 // uses a port again is sent to an address without a pod.
 func TestConnectionsAreForgottenOnceTheKernelLetsGo(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		k := gatewaytest.NewFakeObserved()
+		k := planes.NewFakeObserved()
 		o := newPods(k, slog.New(slog.DiscardHandler))
 		ctx, cancel := context.WithCancel(t.Context())
 		go func() { _ = o.Run(ctx, func([]netip.AddrPort) bool { return true }) }()
@@ -97,7 +97,7 @@ func TestConnectionsAreForgottenOnceTheKernelLetsGo(t *testing.T) {
 // seen to send to it.
 func TestWhatTheKernelWasSeenToSendTo(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		k := gatewaytest.NewFakeObserved()
+		k := planes.NewFakeObserved()
 		o := newPods(k, slog.New(slog.DiscardHandler))
 		sent := func(want bool) {
 			t.Helper()

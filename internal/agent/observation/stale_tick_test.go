@@ -9,13 +9,13 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 // slowCleaner takes longer to forget connections than an address may be taken for the former pod's.
 type slowCleaner struct {
-	*gatewaytest.FakeObserved
+	*planes.FakeObserved
 	cleaned map[netip.AddrPort]time.Time
 }
 
@@ -30,7 +30,7 @@ func (s *slowCleaner) Clean(targets []netip.AddrPort) error {
 // A tick says when it was due, not when it is taken in: after a slow clean it is old.
 func TestConnectionsAreNotForgottenLate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		k := &slowCleaner{gatewaytest.NewFakeObserved(), map[netip.AddrPort]time.Time{}}
+		k := &slowCleaner{planes.NewFakeObserved(), map[netip.AddrPort]time.Time{}}
 		o := newPods(k, slog.New(slog.DiscardHandler))
 		ctx, cancel := context.WithCancel(t.Context())
 		go func() { _ = o.Run(ctx, func([]netip.AddrPort) bool { return true }) }()

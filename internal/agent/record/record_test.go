@@ -19,6 +19,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/cli"
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 // recorded is an archive as a reader finds it.
@@ -99,12 +100,12 @@ func TestRealGateways(t *testing.T) {
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	t.Run("haproxy", func(t *testing.T) {
-		web, socket := gatewaytest.FreeAddress(t), filepath.Join(dir, "ha.sock")
+		web, socket := planes.FreeAddress(t), filepath.Join(dir, "ha.sock")
 		config := filepath.Join(dir, "ha.cfg")
-		gatewaytest.Replace(t, config, fmt.Sprintf("global\n stats socket %s level admin\ndefaults\n mode http\n"+
+		planes.Replace(t, config, fmt.Sprintf("global\n stats socket %s level admin\ndefaults\n mode http\n"+
 			" timeout client 1s\n timeout server 1s\n timeout connect 1s\nfrontend web\n bind %s\n"+
 			" default_backend web\nbackend web\n server a 127.0.0.9:80\n", socket, web))
-		gatewaytest.StartProgram(t, web, gatewaytest.LookPath(t, "haproxy"), "-db", "-f", config)
+		planes.StartProgram(t, web, gatewaytest.LookPath(t, "haproxy"), "-db", "-f", config)
 		check(t, record(t, func() {
 			conn, err := net.Dial("unix", socket)
 			if err != nil {
@@ -116,17 +117,17 @@ func TestRealGateways(t *testing.T) {
 		}, "--gateway", "haproxy", "--admin", "unix://"+socket), "127.0.0.9")
 	})
 	t.Run("traefik", func(t *testing.T) {
-		web, admin, rules := gatewaytest.FreeAddress(t), gatewaytest.FreeAddress(t), t.TempDir()
+		web, admin, rules := planes.FreeAddress(t), planes.FreeAddress(t), t.TempDir()
 		set := func(url string) {
-			gatewaytest.Replace(t, filepath.Join(rules, "web.yaml"), "http: {routers: {web: {rule: 'PathPrefix(`/`)', "+
+			planes.Replace(t, filepath.Join(rules, "web.yaml"), "http: {routers: {web: {rule: 'PathPrefix(`/`)', "+
 				"service: web}}, services: {web: {loadBalancer: {servers: [{url: 'http://"+url+"'}]}}}}")
 		}
 		set("127.0.0.9:80")
-		gatewaytest.StartProgram(t, admin, gatewaytest.LookPath(t, "traefik"), "--entrypoints.web.address="+web,
+		planes.StartProgram(t, admin, gatewaytest.LookPath(t, "traefik"), "--entrypoints.web.address="+web,
 			"--entrypoints.traefik.address="+admin, "--api.insecure=true", "--global.checkNewVersion=false",
 			"--global.sendAnonymousUsage=false", "--providers.providersThrottleDuration=100ms",
 			"--providers.file.directory="+rules)
-		gatewaytest.Until(t, "Traefik serves its API", func() bool {
+		planes.Until(t, "Traefik serves its API", func() bool {
 			answer, err := http.Get("http://" + admin + "/api/http/services")
 			if err != nil {
 				return false
@@ -139,16 +140,16 @@ func TestRealGateways(t *testing.T) {
 			"127.0.0.9")
 	})
 	t.Run("envoy", func(t *testing.T) {
-		socket, web, config := filepath.Join(dir, "ev.sock"), gatewaytest.FreeAddress(t), filepath.Join(dir, "ev.yaml")
+		socket, web, config := filepath.Join(dir, "ev.sock"), planes.FreeAddress(t), filepath.Join(dir, "ev.yaml")
 		_, port, _ := strings.Cut(web, ":")
-		gatewaytest.Replace(t, config, "admin: {address: {pipe: {path: "+socket+"}}}\nstatic_resources:\n"+
+		planes.Replace(t, config, "admin: {address: {pipe: {path: "+socket+"}}}\nstatic_resources:\n"+
 			"  listeners: [{name: web, address: {socket_address: {address: 127.0.0.1, port_value: "+port+"}}, "+
 			"filter_chains: [{filters: [{name: tcp, typed_config: {'@type': "+
 			"type.googleapis.com/envoy.extensions.filters.network.tcp_proxy.v3.TcpProxy, stat_prefix: web, "+
 			"cluster: web}}]}]}]\n"+
 			"  clusters: [{name: web, load_assignment: {cluster_name: web, endpoints: [{lb_endpoints: "+
 			"[{endpoint: {address: {socket_address: {address: 127.0.0.9, port_value: 80}}}}]}]}}]\n")
-		gatewaytest.StartProgram(t, web, gatewaytest.LookPath(t, "envoy"), "-c", config, "--disable-hot-restart")
+		planes.StartProgram(t, web, gatewaytest.LookPath(t, "envoy"), "-c", config, "--disable-hot-restart")
 		check(t, record(t, func() { // its counters are in the answer
 			if conn, err := net.Dial("tcp", web); err == nil {
 				defer conn.Close()

@@ -14,6 +14,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/gateway/poll"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 var (
@@ -264,17 +265,17 @@ func TestLie13OfAnObservedGateway(t *testing.T) {
 	s.f.set("upstreams/web", `{"nodes": {"`+a.Addr.String()+`": 1}}`)
 	c := ObservedConfig{poll.Config{Population: "edge/apisix", Admin: s.f.server.URL}}
 	g := c.Observe(slog.New(slog.DiscardHandler))
-	gatewaytest.RunGateway(t, g)
+	planes.RunGateway(t, g)
 	w := g.Watch([]netip.AddrPort{a.Addr}, func() {})
 	defer w.Close()
-	gatewaytest.Await(t, w, health.Routing)
+	planes.Await(t, w, health.Routing)
 	answer, err := http.Get(s.f.server.URL + "/?pool=web") // its connection to the target stays
 	if err != nil {
 		t.Fatal(err)
 	}
 	answer.Body.Close()
 	s.f.set("upstreams/web", `{"nodes": {"`+kept+`": 1}}`)
-	gatewaytest.Await(t, w, health.Idle)
+	planes.Await(t, w, health.Idle)
 }
 
 // Empty lists of Lua are objects, names are listed as such, and a Service of another cluster is not
@@ -284,7 +285,7 @@ func TestGoldenDump(t *testing.T) {
 	found := map[string][]netip.Addr{}
 	read := func(text string) []poll.Host {
 		t.Helper()
-		hosts, err := r.dump(gatewaytest.Answers(map[string]string{"/v1/discovery/kubernetes/dump": text}), found)
+		hosts, err := r.dump(planes.Answers(map[string]string{"/v1/discovery/kubernetes/dump": text}), found)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -321,7 +322,7 @@ func TestObservedContract(t *testing.T) {
 			t.Fatal(errs)
 		}
 		g := c.Observe(slog.New(slog.DiscardHandler))
-		gatewaytest.RunGateway(t, g)
+		planes.RunGateway(t, g)
 		return &gatewaytest.ObservedHarness{
 			Gateway: g, Target: a.Addr, Route: func() { set(both) }, Unroute: func() { set(one) },
 			Connect: func() (bool, func(), error) {

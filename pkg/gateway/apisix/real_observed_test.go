@@ -13,8 +13,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 // conf is one of APISIX's configuration.
@@ -132,7 +132,7 @@ func newObserved(t *testing.T, s *other, change func(c *real, routed bool)) *rea
 	c.put = func(want health.Want, proved bool) {
 		change(c, want == health.WantRouted)
 		late := time.Now().Add(2 * time.Second)
-		gatewaytest.Until(c, "the workers that run have loaded it", func() bool {
+		planes.Until(c, "the workers that run have loaded it", func() bool {
 			if c.again != nil && time.Now().After(late) {
 				c.again()
 				late = time.Now().Add(2 * time.Second)
@@ -238,7 +238,7 @@ func realWait(c *real) {
 		conn, _ := c.dial()
 		_ = c.send(conn, nil, "GET /"+string(c.gone.Pool)+"?slow=1 HTTP/1.1\r\nHost: shop\r\n\r\n")
 	}
-	gatewaytest.Until(c, "requests wait", func() bool { return c.requests() == 8 })
+	planes.Until(c, "requests wait", func() bool { return c.requests() == 8 })
 	before := c.got[c.gone].Load()
 	c.remove(true)
 	c.want("removed")

@@ -23,8 +23,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 // data is a real APISIX, or the second one on the same etcd.
@@ -58,7 +58,7 @@ func startReal(t testing.TB, number string, more ...string) *data {
 	d.admin, d.control, d.port, d.etcd = urls[0], urls[1], urls[2], urls[3]
 	t.Cleanup(func() { d.run(t, "stop") })
 	d.put(t, "global_rules/lameduck", `{"plugins": {"lameduck": {}}}`)
-	gatewaytest.Until(t, "every process counts", func() bool {
+	planes.Until(t, "every process counts", func() bool {
 		g := open(Config{Admin: d.admin, Control: d.control}, "a")
 		r, err := g.control(t.Context())
 		return err == nil && r.missing() == nil
@@ -213,7 +213,7 @@ func (c *real) want(claims ...string) {
 
 func (c *real) until(claim string) {
 	c.Helper()
-	gatewaytest.Until(c, "it is "+claim, func() bool { return c.claim(c.gone) == claim })
+	planes.Until(c, "it is "+claim, func() bool { return c.claim(c.gone) == claim })
 }
 
 // quiet sends requests on new connections, of which none may reach the target that is out.
@@ -282,12 +282,12 @@ func realLoad(c *real) {
 	}
 	for range 10 {
 		was := c.got[c.gone].Load()
-		gatewaytest.Until(c, "it is routed", func() bool { return c.got[c.gone].Load() > was })
+		planes.Until(c, "it is routed", func() bool { return c.got[c.gone].Load() > was })
 		c.remove(true)
 		c.until("idle")
 		was = c.got[c.gone].Load()
 		now := served.Load()
-		gatewaytest.Until(c, "requests go on", func() bool { return served.Load() > now+100 })
+		planes.Until(c, "requests go on", func() bool { return served.Load() > now+100 })
 		if late := c.got[c.gone].Load() - was; late > 0 {
 			c.Errorf("%d requests went to it after it was idle", late)
 		}
@@ -301,7 +301,7 @@ func realStopped(c *real) {
 		c.Fatal(pid, err)
 	}
 	defer func() { _ = syscall.Kill(pid, syscall.SIGCONT) }()
-	gatewaytest.Until(c, "its last report is old", func() bool {
+	planes.Until(c, "its last report is old", func() bool {
 		r, err := c.g.read(c.Context())
 		return err == nil && r.missing() != nil
 	})
@@ -369,7 +369,7 @@ func realRetry(c *real) {
 		conn, _ := c.dial()
 		_ = c.send(conn, nil, c.head()+"\r\n")
 	}
-	gatewaytest.Until(c, "requests wait", func() bool { return c.got[c.left].Load() > 0 })
+	planes.Until(c, "requests wait", func() bool { return c.got[c.left].Load() > 0 })
 	before := c.got[c.gone].Load()
 	c.remove(true)
 	c.want("removed")
@@ -399,7 +399,7 @@ func realUpload(c *real) {
 		_ = c.send(conn, nil, strings.Replace(c.head(), "GET", "POST", 1)+"Content-Length: 2\r\n\r\n1")
 		conns = append(conns, conn)
 	}
-	gatewaytest.Until(c, "uploads wait", func() bool { return c.requests() == 8 })
+	planes.Until(c, "uploads wait", func() bool { return c.requests() == 8 })
 	before := c.got[c.gone].Load()
 	c.remove(true)
 	c.want("removed")
@@ -427,7 +427,7 @@ func realReload(c *real) {
 	}
 	old := c.d.run(c, "pids")
 	c.d.run(c, "reload")
-	gatewaytest.Until(c, "new workers have reported", func() bool {
+	planes.Until(c, "new workers have reported", func() bool {
 		r, err := c.g.report(c.Context())
 		return err == nil && r.Processes[old[0]] != nil && r.Processes[old[0]].old() && len(r.Processes) > len(old)
 	})
@@ -521,7 +521,7 @@ func realEnded(c *real) {
 		c.Error("it is stopped while it runs")
 	}
 	c.d.run(c, "stop")
-	gatewaytest.Until(c, "it is stopped", func() bool { return c.g.Stopped(c.Context()) })
+	planes.Until(c, "it is stopped", func() bool { return c.g.Stopped(c.Context()) })
 	c.d.run(c, "start")
 	c.until("routed")
 }

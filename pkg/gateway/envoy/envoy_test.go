@@ -1,8 +1,10 @@
 package envoy
 
 import (
+	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -18,6 +20,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway/poll"
 	"github.com/lameduck-io/lameduck/pkg/gateway/sockets"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 // bootstrap has four workers, an EDS cluster that reads a file, and HTTP/1.1 to it.
@@ -57,7 +60,7 @@ type proxy struct {
 	dir     string
 	url     string
 	version int
-	program *gatewaytest.Program
+	program *planes.Program
 	config  Config
 }
 
@@ -75,15 +78,15 @@ func start(t testing.TB, cluster string, endpoints ...endpoint) *proxy {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
-	address := gatewaytest.FreeAddress(t)
+	address := planes.FreeAddress(t)
 	p := &proxy{
 		t: t, dir: dir, url: "http://" + address,
 		config: Config{poll.Config{Population: "shop/envoy", Admin: "unix://" + dir + "/admin.sock"}},
 	}
 	_, port, _ := strings.Cut(address, ":")
-	gatewaytest.Replace(t, filepath.Join(dir, "envoy.yaml"), fmt.Sprintf(bootstrap, dir, port, cluster))
+	planes.Replace(t, filepath.Join(dir, "envoy.yaml"), fmt.Sprintf(bootstrap, dir, port, cluster))
 	p.set(endpoints...)
-	p.program = gatewaytest.StartProgram(t, address, path, "-c", filepath.Join(dir, "envoy.yaml"), "--concurrency", "4",
+	p.program = planes.StartProgram(t, address, path, "-c", filepath.Join(dir, "envoy.yaml"), "--concurrency", "4",
 		"--disable-hot-restart")
 	return p
 }
@@ -100,7 +103,7 @@ func (p *proxy) set(endpoints ...endpoint) {
 		fmt.Fprintf(&b, "    - {health_status: %s, endpoint: {address: {socket_address: "+
 			"{address: %s, port_value: %d}}}}\n", e.status, e.addr.Addr(), e.addr.Port())
 	}
-	gatewaytest.Replace(p.t, filepath.Join(p.dir, "eds.yaml"), b.String())
+	planes.Replace(p.t, filepath.Join(p.dir, "eds.yaml"), b.String())
 }
 
 // observe returns the gateway of p, which is polled until the test ends.
@@ -110,7 +113,7 @@ func (p *proxy) observe() gateway.Observed {
 		p.t.Fatal(errs)
 	}
 	g := p.config.Observe(slog.New(slog.DiscardHandler))
-	gatewaytest.RunGateway(p.t, g)
+	planes.RunGateway(p.t, g)
 	return g
 }
 
@@ -187,7 +190,7 @@ func TestPanicRoutingReachesDrainingHosts(t *testing.T) {
 			p := start(t, tt.cluster, tt.endpoints...)
 			w := p.observe().Watch([]netip.AddrPort{netip.AddrPortFrom(a.Addr.Addr(), 0)}, func() {})
 			defer w.Close()
-			gatewaytest.Await(t, w, tt.want)
+			planes.Await(t, w, tt.want)
 			reached := false
 			for range 100 {
 				at, end, err := gatewaytest.Stream(p.url)
@@ -209,21 +212,21 @@ func TestPanicRoutingReachesDrainingHosts(t *testing.T) {
 
 // A request that waits for a connection runs nowhere yet, and is lost if its pod ends.
 func TestARequestThatWaitsForAConnectionKeepsItFromIdle(t *testing.T) {
-	a, b := gatewaytest.Blackhole(t, "127.0.71.6"), gatewaytest.StartBackend(t, "127.0.71.7")
+	a, b := blackhole(t, "127.0.71.6"), gatewaytest.StartBackend(t, "127.0.71.7")
 	p := start(t, "common_lb_config: {healthy_panic_threshold: {value: 0}}", endpoint{a, "HEALTHY"})
 	w := p.observe().Watch([]netip.AddrPort{a}, func() {})
 	defer w.Close()
-	gatewaytest.Await(t, w, health.Routing)
+	planes.Await(t, w, health.Routing)
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	wg.Go(func() {
 		_, end, _ := gatewaytest.Stream(p.url) // its connect timeout, 3 s, ends it
 		end()
 	})
-	gatewaytest.Until(t, "it connects", func() bool { return openTo(t, a) > 0 })
+	planes.Until(t, "it connects", func() bool { return openTo(t, a) > 0 })
 	p.set(endpoint{a, "DRAINING"}, healthy(b))
-	gatewaytest.Await(t, w, health.Removed)
-	gatewaytest.Await(t, w, health.Idle)
+	planes.Await(t, w, health.Removed)
+	planes.Await(t, w, health.Idle)
 }
 
 func openTo(t *testing.T, target netip.AddrPort) (n int) {
@@ -248,10 +251,10 @@ func TestAStoppedEnvoyIsUnknown(t *testing.T) {
 	g := p.observe()
 	w := g.Watch([]netip.AddrPort{a.Addr}, func() {})
 	defer w.Close()
-	gatewaytest.Await(t, w, health.Routing)
+	planes.Await(t, w, health.Routing)
 	p.program.Signal(syscall.SIGSTOP)
 	p.set(healthy(b))
-	gatewaytest.Await(t, w, health.Unknown)
+	planes.Await(t, w, health.Unknown)
 	late := g.Watch([]netip.AddrPort{b.Addr}, func() {})
 	defer late.Close()
 	for end := time.Now().Add(2 * time.Second); time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
@@ -260,13 +263,13 @@ func TestAStoppedEnvoyIsUnknown(t *testing.T) {
 		}
 	}
 	p.program.Signal(syscall.SIGCONT)
-	gatewaytest.Await(t, w, health.Idle)
+	planes.Await(t, w, health.Idle)
 	before := w.Reading().Generation
 	p.program.Kill()
-	gatewaytest.Await(t, w, health.Unknown)
-	p.program = gatewaytest.StartProgram(t, strings.TrimPrefix(p.url, "http://"), gatewaytest.LookPath(t, "envoy"),
+	planes.Await(t, w, health.Unknown)
+	p.program = planes.StartProgram(t, strings.TrimPrefix(p.url, "http://"), gatewaytest.LookPath(t, "envoy"),
 		"-c", filepath.Join(p.dir, "envoy.yaml"), "--concurrency", "1", "--disable-hot-restart")
-	gatewaytest.Await(t, w, health.Idle)
+	planes.Await(t, w, health.Idle)
 	if w.Reading().Generation == before {
 		t.Error("another process has the same generation")
 	}
@@ -338,7 +341,7 @@ func TestRead(t *testing.T) {
 				"/server_info": tt.info, "/clusters?format=json": tt.clusters,
 				"/config_dump?resource=static_clusters": `{}`, "/config_dump?resource=dynamic_active_clusters": tt.dump,
 			}
-			hosts, err := (&reader{}).read(gatewaytest.Answers(answers))
+			hosts, err := (&reader{}).read(planes.Answers(answers))
 			got := fmt.Sprint(hosts)
 			if err != nil {
 				got = err.Error()
@@ -354,7 +357,7 @@ func TestRead(t *testing.T) {
 // each of fifty polls in a second would keep the main thread busy, by which the workers learn what
 // to do.
 func TestTheConfigurationIsNotReadWithEachPoll(t *testing.T) {
-	answers := gatewaytest.Answers(map[string]string{
+	answers := planes.Answers(map[string]string{
 		"/server_info": `{"state": "LIVE"}`,
 		"/clusters?format=json": `{"cluster_statuses": [{"name": "web", "host_statuses": [{
 			"address": {"socket_address": {"address": "10.0.0.1", "port_value": 80}},
@@ -384,5 +387,34 @@ func TestTheConfigurationIsNotReadWithEachPoll(t *testing.T) {
 	// What makes a host Removed is read again within the settle time.
 	if dumps < int(2*time.Second/settle) {
 		t.Errorf("%d dumps in a second", dumps)
+	}
+}
+
+// blackhole returns an address on which a connection is never accepted: its queue is full.
+func blackhole(t testing.TB, ip string) netip.AddrPort {
+	t.Helper()
+	fd, err := syscall.Socket(syscall.AF_INET, syscall.SOCK_STREAM|syscall.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { syscall.Close(fd) })
+	if err := errors.Join(syscall.Bind(fd, &syscall.SockaddrInet4{Addr: netip.MustParseAddr(ip).As4()}),
+		syscall.Listen(fd, 0)); err != nil {
+		t.Fatal(err)
+	}
+	bound, err := syscall.Getsockname(fd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a := netip.AddrPortFrom(netip.MustParseAddr(ip), uint16(bound.(*syscall.SockaddrInet4).Port))
+	for {
+		conn, err := net.DialTimeout("tcp", a.String(), 100*time.Millisecond)
+		if err != nil {
+			return a
+		}
+		// Reset, it stays in the queue, and is none that a gateway could have opened.
+		if err := errors.Join(conn.(*net.TCPConn).SetLinger(0), conn.Close()); err != nil {
+			t.Fatal(err)
+		}
 	}
 }

@@ -1,12 +1,16 @@
 package envoy
 
 import (
+	"context"
+	"encoding/json"
 	"flag"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -14,6 +18,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 var flips = flag.Int("flips", 5, "how often TestWorkersFollow takes a host out")
@@ -36,7 +41,7 @@ func TestWorkersFollow(t *testing.T) {
 	p := start(t, "", gone, b)
 	w := p.observe().Watch([]netip.AddrPort{gone.addr}, func() {})
 	defer w.Close()
-	admin := gatewaytest.Get(p.config.Admin)
+	admin := getter(p.config.Admin)
 
 	stop := make(chan struct{})
 	var wg sync.WaitGroup
@@ -65,19 +70,19 @@ func TestWorkersFollow(t *testing.T) {
 	}
 	var lags []time.Duration
 	for range *flips {
-		gatewaytest.Await(t, w, health.Routing)
+		planes.Await(t, w, health.Routing)
 		before := last.Load()
-		gatewaytest.Until(t, "it gets requests", func() bool { return last.Load() > before })
+		planes.Until(t, "it gets requests", func() bool { return last.Load() > before })
 		p.set(b)
 		var asked time.Time
-		gatewaytest.Until(t, "the main thread has no host", func() bool {
+		planes.Until(t, "the main thread has no host", func() bool {
 			asked = time.Now()
 			hosts, err := (&reader{}).read(admin)
 			return err == nil && len(hosts) == 1
 		})
-		gatewaytest.Until(t, "it is Removed", func() bool { return w.Reading().State >= health.Removed })
+		planes.Until(t, "it is Removed", func() bool { return w.Reading().State >= health.Removed })
 		phase.Add(1)
-		gatewaytest.Await(t, w, health.Idle)
+		planes.Await(t, w, health.Idle)
 		lags = append(lags, max(0, time.Unix(0, last.Load()).Sub(asked)))
 		phase.Add(1)
 		p.set(gone, b)
@@ -86,5 +91,21 @@ func TestWorkersFollow(t *testing.T) {
 	t.Logf("the workers follow after %s (median), %s (most) of %d", lags[len(lags)/2], lags[len(lags)-1], len(lags))
 	if n := late.Load(); n > 0 {
 		t.Errorf("%d requests arrived that were sent after Removed", n)
+	}
+}
+
+// getter returns the get of a gateway that is polled at unix:///PATH.
+func getter(admin string) func(path string, into any) error {
+	dial := func(context.Context, string, string) (net.Conn, error) {
+		return net.Dial("unix", strings.TrimPrefix(admin, "unix://"))
+	}
+	client := &http.Client{Transport: &http.Transport{DialContext: dial}}
+	return func(path string, into any) error {
+		answer, err := client.Get("http://admin" + path)
+		if err != nil {
+			return err
+		}
+		defer answer.Body.Close()
+		return json.NewDecoder(answer.Body).Decode(into)
 	}
 }

@@ -12,8 +12,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 // overHTTP2 has Envoy speak HTTP/2 without TLS to the hosts of its cluster.
@@ -164,9 +164,9 @@ func TestUnaryCallsWhileAPodIsDrained(t *testing.T) {
 					p := start(t, overHTTP2, a.is("HEALTHY"), b.is("HEALTHY"))
 					w := p.observe().Watch([]netip.AddrPort{a.addr}, func() {})
 					defer w.Close()
-					gatewaytest.Await(t, w, health.Routing)
+					planes.Await(t, w, health.Routing)
 					stop := p.load()
-					gatewaytest.Until(t, "it gets calls", func() bool { return a.calls.Load() > 20 })
+					planes.Until(t, "it gets calls", func() bool { return a.calls.Load() > 20 })
 					var took time.Duration
 					if mode == "unprotected" {
 						end(a)
@@ -175,12 +175,12 @@ func TestUnaryCallsWhileAPodIsDrained(t *testing.T) {
 					} else {
 						began := time.Now()
 						p.set(out(a, b)...)
-						gatewaytest.Await(t, w, health.Idle)
+						planes.Await(t, w, health.Idle)
 						took = time.Since(began)
 						end(a)
 					}
 					more := b.calls.Load() + 100
-					gatewaytest.Until(t, "the other one gets calls", func() bool { return b.calls.Load() > more })
+					planes.Until(t, "the other one gets calls", func() bool { return b.calls.Load() > more })
 					made, failed := stop()
 					t.Logf("%d calls, %d failed, Idle after %s", made, len(failed), took.Round(time.Millisecond))
 					if mode == "unprotected" && len(failed) == 0 {
@@ -216,15 +216,15 @@ func TestAStreamIsWaitedFor(t *testing.T) {
 			defer end()
 			w := p.observe().Watch([]netip.AddrPort{a.addr}, func() {})
 			defer w.Close()
-			gatewaytest.Await(t, w, health.Routing)
+			planes.Await(t, w, health.Routing)
 			if tt.forgotten {
 				p.set(b.is("HEALTHY"))
-				gatewaytest.Await(t, w, health.Removed)
+				planes.Await(t, w, health.Removed)
 				p.set(a.is("HEALTHY"), b.is("HEALTHY"))
-				gatewaytest.Await(t, w, health.Routing)
+				planes.Await(t, w, health.Routing)
 			}
 			p.set(outs[tt.out](a, b)...)
-			gatewaytest.Until(t, "it is Removed", func() bool { return w.Reading().State >= health.Removed })
+			planes.Until(t, "it is Removed", func() bool { return w.Reading().State >= health.Removed })
 			before := a.calls.Load()
 			if tt.away {
 				away, cancel := context.WithCancel(t.Context())
@@ -243,7 +243,7 @@ func TestAStreamIsWaitedFor(t *testing.T) {
 			}
 			began := time.Now()
 			end()
-			gatewaytest.Await(t, w, health.Idle)
+			planes.Await(t, w, health.Idle)
 			t.Logf("Idle %s after the stream ended", time.Since(began).Round(time.Millisecond))
 			for range 50 {
 				if _, err := p.unary(client); err != nil {
@@ -263,7 +263,7 @@ func TestAStreamIsWaitedFor(t *testing.T) {
 // streamTo begins a stream that s answers.
 func (p *proxy) streamTo(client *http.Client, s *rpcServer) (end func()) {
 	p.t.Helper()
-	gatewaytest.Until(p.t, "a stream is at "+s.addr.String(), func() bool {
+	planes.Until(p.t, "a stream is at "+s.addr.String(), func() bool {
 		ctx, cancel := context.WithCancel(p.t.Context())
 		at, _, err := p.call(ctx, client, "Stream")
 		if err != nil {

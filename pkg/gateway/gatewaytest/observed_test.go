@@ -7,11 +7,12 @@ import (
 
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
-// fakePlane is a data plane whose state a FakeObserved reads.
+// fakePlane is a data plane whose state a planes.FakeObserved reads.
 func fakePlane() *ObservedHarness {
-	f := NewFakeObserved()
+	f := planes.NewFakeObserved()
 	h := &ObservedHarness{Gateway: f, Target: netip.MustParseAddrPort("10.1.0.7:80")}
 	sends, open := false, 0
 	tell := func() {
@@ -44,7 +45,7 @@ func TestFakeObserved(t *testing.T) {
 
 // broken breaks one promise of the fake.
 type broken struct {
-	*FakeObserved
+	*planes.FakeObserved
 	silent, leaky bool
 	read          func(gateway.Reading) gateway.Reading
 }
@@ -102,7 +103,7 @@ func TestTheContractNoticesABrokenPromise(t *testing.T) {
 			for _, part := range observedParts {
 				synctest.Test(t, func(*testing.T) {
 					h := fakePlane()
-					b.FakeObserved = h.Gateway.(*FakeObserved)
+					b.FakeObserved = h.Gateway.(*planes.FakeObserved)
 					h.Gateway = b
 					failed = part(h) != nil || failed
 				})

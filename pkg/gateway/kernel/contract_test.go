@@ -18,6 +18,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 // haproxy is a HAProxy in a pod. It gets its servers by itself, as a gateway does that follows
@@ -27,7 +28,7 @@ type haproxy struct {
 	t        testing.TB
 	dir      string
 	listens  string
-	program  *gatewaytest.Program
+	program  *planes.Program
 	servers  []netip.AddrPort
 	upstream string
 }
@@ -54,7 +55,7 @@ func newHAProxy(t testing.TB, p *pod, upstream string) *haproxy {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
-	return &haproxy{pod: p, t: t, dir: dir, listens: gatewaytest.FreeAddress(t), upstream: upstream}
+	return &haproxy{pod: p, t: t, dir: dir, listens: planes.FreeAddress(t), upstream: upstream}
 }
 
 func (h *haproxy) start() {
@@ -72,7 +73,7 @@ func (h *haproxy) write() {
 	}
 	text += fmt.Sprintf("    server-template s %d-700 127.0.0.1:1 disabled\n", len(h.servers)+1000)
 	text = strings.Replace(text, "-700 ", fmt.Sprintf("-%d ", len(h.servers)+1600), 1)
-	gatewaytest.Replace(h.t, filepath.Join(h.dir, "h.cfg"), text)
+	planes.Replace(h.t, filepath.Join(h.dir, "h.cfg"), text)
 }
 
 // ask sends a command to the worker. An error is no answer.
@@ -109,7 +110,7 @@ func (h *haproxy) reload() {
 	h.write()
 	was := h.worker()
 	var sent time.Time
-	gatewaytest.Until(h.t, "the new worker answers", func() bool {
+	planes.Until(h.t, "the new worker answers", func() bool {
 		// A master that still starts after the last reload loses the signal.
 		if time.Since(sent) > 2*time.Second {
 			h.program.Signal(syscall.SIGUSR2)

@@ -20,6 +20,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 // backend is a process that answers requests, and can be killed, and that checks find sick once it
@@ -40,14 +41,14 @@ func backend() {
 	fmt.Println(http.ListenAndServe(os.Getenv("CONFIG"), nil)) //nolint:gosec // of a test
 }
 
-func startBackend(t testing.TB) (netip.AddrPort, *gatewaytest.Program) {
+func startBackend(t testing.TB) (netip.AddrPort, *planes.Program) {
 	t.Helper()
-	address := gatewaytest.FreeAddress(t)
+	address := planes.FreeAddress(t)
 	exe, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := gatewaytest.StartProgram(t, address, "/usr/bin/env", role+"=backend", "CONFIG="+address, exe)
+	p := planes.StartProgram(t, address, "/usr/bin/env", role+"=backend", "CONFIG="+address, exe)
 	return netip.MustParseAddrPort(address), p
 }
 
@@ -73,13 +74,13 @@ var gateways = map[string]func(t testing.TB, p *pod, to []netip.AddrPort) string
 		return h.listens
 	},
 	"traefik": func(t testing.TB, p *pod, to []netip.AddrPort) string {
-		dir, web := t.TempDir(), gatewaytest.FreeAddress(t)
+		dir, web := t.TempDir(), planes.FreeAddress(t)
 		text := "http: {routers: {web: {rule: PathPrefix(`/`), service: web}}, " +
 			"services: {web: {loadBalancer: {servers: ["
 		for _, a := range to {
 			text += fmt.Sprintf("{url: 'http://%s'}, ", a)
 		}
-		gatewaytest.Replace(t, filepath.Join(dir, "web.yaml"), text+"]}}}}")
+		planes.Replace(t, filepath.Join(dir, "web.yaml"), text+"]}}}}")
 		p.start(t, "gateway", web, gatewaytest.LookPath(t, "traefik"), "--entrypoints.web.address="+web,
 			"--providers.file.directory="+dir, "--global.checkNewVersion=false", "--global.sendAnonymousUsage=false")
 		return web
@@ -90,14 +91,14 @@ var gateways = map[string]func(t testing.TB, p *pod, to []netip.AddrPort) string
 // startEnvoy starts one whose cluster is as more says.
 func startEnvoy(more string) func(t testing.TB, p *pod, to []netip.AddrPort) string {
 	return func(t testing.TB, p *pod, to []netip.AddrPort) string {
-		dir, web := t.TempDir(), gatewaytest.FreeAddress(t)
+		dir, web := t.TempDir(), planes.FreeAddress(t)
 		_, port, _ := strings.Cut(web, ":")
 		hosts := ""
 		for _, a := range to {
 			hosts += fmt.Sprintf("{endpoint: {address: {socket_address: {address: %s, port_value: %d}}}}, ", a.Addr(),
 				a.Port())
 		}
-		gatewaytest.Replace(t, filepath.Join(dir, "envoy.yaml"), fmt.Sprintf(envoyFile, port, hosts)+more)
+		planes.Replace(t, filepath.Join(dir, "envoy.yaml"), fmt.Sprintf(envoyFile, port, hosts)+more)
 		p.start(t, "gateway", web, gatewaytest.LookPath(t, "envoy"), "-c", filepath.Join(dir, "envoy.yaml"),
 			"--concurrency", "2", "--disable-hot-restart")
 		return web
@@ -178,7 +179,7 @@ func TestABackendIsKilledUnderLoad(t *testing.T) {
 				b, _ := startBackend(t)
 				c, _ := startBackend(t)
 				url := "http://" + start(t, p, []netip.AddrPort{a, b, c})
-				gatewaytest.Until(t, "it routes", func() bool {
+				planes.Until(t, "it routes", func() bool {
 					answer, err := http.Get(url)
 					if err != nil {
 						return false
@@ -198,7 +199,7 @@ func TestABackendIsKilledUnderLoad(t *testing.T) {
 					set.Synced()
 					director := gateway.NewDirector(p.open(t), set, slog.New(slog.DiscardHandler), gateway.Hooks{})
 					wg.Go(func() { _ = director.Run(ctx) })
-					gatewaytest.Until(t, "it is programmed", director.Programmed)
+					planes.Until(t, "it is programmed", director.Programmed)
 				}
 				defer wg.Wait()
 				defer cancel()
@@ -265,23 +266,23 @@ func TestChecksAfterAnAbandonedDrain(t *testing.T) {
 				answer.Body.Close()
 				return answer.Status + " " + answer.Header.Get("Backend")
 			}
-			gatewaytest.Until(t, "it routes to both", func() bool {
+			planes.Until(t, "it routes to both", func() bool {
 				first, second := from(), from()
 				return strings.HasPrefix(first, "200") && strings.HasPrefix(second, "200") && first != second
 			})
 			g := p.open(t)
 			apply(t, g, health.WantRouted, a, b)
 			apply(t, g, health.WantRemoved, a)
-			gatewaytest.Until(t, "it is idle", func() bool { return see(t, g, key(a)).Active == 0 })
+			planes.Until(t, "it is idle", func() bool { return see(t, g, key(a)).Active == 0 })
 			answer, err := http.Get("http://" + b.String() + "/sick")
 			if err != nil {
 				t.Fatal(err)
 			}
 			answer.Body.Close()
-			gatewaytest.Until(t, "both are marked", func() bool { return from() == "503 Service Unavailable " })
+			planes.Until(t, "both are marked", func() bool { return from() == "503 Service Unavailable " })
 			apply(t, g, health.WantRouted, a)
 			// The replacement is marked still.
-			gatewaytest.Until(t, "it is back", func() bool {
+			planes.Until(t, "it is back", func() bool {
 				if _, err := g.Observe(t.Context(), nil); err != nil { // as an agent without a drain does
 					t.Fatal(err)
 				}

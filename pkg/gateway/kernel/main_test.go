@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 // inside is set in the environment of the program that runs in namespaces of its own, to the folder
@@ -146,10 +147,10 @@ func (p *pod) remove(t testing.TB) {
 }
 
 // start starts a program in a container of the pod.
-func (p *pod) start(t testing.TB, container, listens, path string, args ...string) *gatewaytest.Program {
+func (p *pod) start(t testing.TB, container, listens, path string, args ...string) *planes.Program {
 	t.Helper()
 	script := `echo $$ > "$0/cgroup.procs" && exec "$@"`
-	return gatewaytest.StartProgram(t, listens, "/bin/sh",
+	return planes.StartProgram(t, listens, "/bin/sh",
 		append([]string{"-c", script, filepath.Join(p.dir, container), path}, args...)...)
 }
 

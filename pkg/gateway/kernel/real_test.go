@@ -29,6 +29,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/gateway/sockets"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 // dialer is a process that connects where it is told: "4 127.0.0.1:80" with an IPv4 socket, "6 ..."
@@ -237,7 +238,7 @@ func TestRedirect(t *testing.T) {
 			if got := dials.ask("close"); got != "closed" {
 				t.Fatal(got)
 			}
-			gatewaytest.Until(t, "it is idle", func() bool { return see(t, g, key(all[0])).Active == 0 })
+			planes.Until(t, "it is idle", func() bool { return see(t, g, key(all[0])).Active == 0 })
 			// The replacements change with the endpoints. Without any, connections pass.
 			apply(t, g, health.WantAbsent, all[2], all[3])
 			for range 20 {
@@ -275,7 +276,7 @@ func TestExpiry(t *testing.T) {
 	if got := dials.ask("4 %s", a); got != b.String() && sinceBoot() < x.Expires {
 		t.Fatalf("the peer is %s", got)
 	}
-	gatewaytest.Until(t, "the exclusion has expired", func() bool { return dials.ask("4 %s", a) == a.String() })
+	planes.Until(t, "the exclusion has expired", func() bool { return dials.ask("4 %s", a) == a.String() })
 	if left := remaining(x.Expires, sinceBoot()); left > 0 {
 		t.Errorf("it expired %s too early", left)
 	}
@@ -342,7 +343,7 @@ func TestConnectionsThatCount(t *testing.T) {
 		t.Errorf("of the node: %+v", seen)
 	}
 	dials.ask("close")
-	gatewaytest.Until(t, "it is closed", func() bool { return see(t, g, key(a)).Active == 0 })
+	planes.Until(t, "it is closed", func() bool { return see(t, g, key(a)).Active == 0 })
 	if err := g.maps["dialing"].Put(uint64(1)<<60, addressOf(a)); err != nil {
 		t.Fatal(err)
 	}
@@ -393,7 +394,7 @@ func TestHostNetwork(t *testing.T) {
 		}
 	}
 	apply(t, g, health.WantRemoved, a)
-	gatewaytest.Until(t, "the gateway's connection is closed", func() bool { return see(t, g, key(a)).Active == 0 })
+	planes.Until(t, "the gateway's connection is closed", func() bool { return see(t, g, key(a)).Active == 0 })
 	for range 20 {
 		if peer := dials.ask("4 %s", a); peer != b.String() {
 			t.Fatalf("the gateway reaches %s", peer)
@@ -469,7 +470,7 @@ func TestRedirectedConnectionsAreClosed(t *testing.T) {
 		want := 3
 		if quiet != "" {
 			want = 1
-			gatewaytest.Until(t, "both are closed", func() bool {
+			planes.Until(t, "both are closed", func() bool {
 				if _, err := next.Observe(t.Context(), nil); err != nil {
 					t.Fatal(err)
 				}
@@ -566,7 +567,7 @@ func TestTwoPodsAtOneAddress(t *testing.T) {
 	}
 	stale.Unlisted = true
 	set.Change(time.Now(), web, []health.Change{stale})
-	gatewaytest.Until(t, "removed", func() bool { return step() >= health.Removed })
+	planes.Until(t, "removed", func() bool { return step() >= health.Removed })
 	if at := dials.ask("4 %s", a); at != b.String() {
 		t.Fatalf("a removed target is reached at %s", at)
 	}
@@ -650,7 +651,7 @@ func TestThePinsOfAPodThatHasEnded(t *testing.T) {
 	}
 	old.remove(t)
 	// The kernel releases a cgroup a moment later.
-	gatewaytest.Until(t, "they are gone", func() bool {
+	planes.Until(t, "they are gone", func() bool {
 		g, err := open(next.config, maxExclusions)
 		if err != nil {
 			t.Fatal(err)
@@ -917,18 +918,18 @@ func TestTheLastOneIsKept(t *testing.T) {
 	wg.Go(func() { _ = d.Run(ctx) })
 	defer wg.Wait()
 	defer cancel()
-	gatewaytest.Until(t, "it is programmed", d.Programmed)
+	planes.Until(t, "it is programmed", d.Programmed)
 	set.Exclude(time.Now(), key(a).Target.UID, "test", time.Now(), time.Now().Add(time.Minute))
 	d.Wake()
 	state := func() health.State { return set.Exclusions()[0].State }
-	gatewaytest.Until(t, "it is kept", func() bool { return state() == health.Kept })
+	planes.Until(t, "it is kept", func() bool { return state() == health.Kept })
 	if got := dials.ask("4 %s", a); got != a.String() {
 		t.Errorf("the peer is %s", got)
 	}
 	dials.ask("close")
 	list(b)
 	d.Wake()
-	gatewaytest.Until(t, "it is idle", func() bool { return state() == health.Idle })
+	planes.Until(t, "it is idle", func() bool { return state() == health.Idle })
 	if got := dials.ask("4 %s", a); got != b.String() {
 		t.Errorf("the peer is %s", got)
 	}

@@ -12,8 +12,8 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/gateway"
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 var target = netip.MustParseAddrPort("127.0.73.1:80")
@@ -49,7 +49,7 @@ func start(t *testing.T, settle time.Duration) *plane {
 		}
 		return []Host{{Target: target, State: health.Routing}}, nil
 	}, settle, slog.New(slog.DiscardHandler))
-	gatewaytest.RunGateway(t, p.g)
+	planes.RunGateway(t, p.g)
 	return p
 }
 
@@ -59,12 +59,12 @@ func TestRemovedNeedsAnAnswerAfterTheSettleTime(t *testing.T) {
 	p := start(t, time.Second)
 	w := p.g.Watch([]netip.AddrPort{target}, func() {})
 	defer w.Close()
-	gatewaytest.Await(t, w, health.Routing)
+	planes.Await(t, w, health.Routing)
 	p.says.Store("")
 	asked := p.asked.Load()
-	gatewaytest.Until(t, "it is asked", func() bool { return p.asked.Load() > asked+1 })
+	planes.Until(t, "it is asked", func() bool { return p.asked.Load() > asked+1 })
 	p.says.Store("hang")
-	gatewaytest.Until(t, "it is Unknown", func() bool {
+	planes.Until(t, "it is Unknown", func() bool {
 		is := w.Reading().State
 		if is >= health.Removed {
 			t.Fatalf("it is %s without an answer", is)
@@ -72,7 +72,7 @@ func TestRemovedNeedsAnAnswerAfterTheSettleTime(t *testing.T) {
 		return is == health.Unknown
 	})
 	p.says.Store("")
-	gatewaytest.Await(t, w, health.Idle)
+	planes.Await(t, w, health.Idle)
 }
 
 // A gateway that has not learned of a pod looks as one that has removed it. If it read Routing
@@ -91,7 +91,7 @@ func TestAPodThatWasNeverListedIsNeverRouting(t *testing.T) {
 	})
 	close(ready)
 	defer w.Close()
-	gatewaytest.Await(t, w, health.Idle)
+	planes.Await(t, w, health.Idle)
 	if routing.Load() {
 		t.Error("it was Routing")
 	}
@@ -117,14 +117,14 @@ func TestAConnectionIsAGeneration(t *testing.T) {
 	p.says.Store("")
 	w := p.g.Watch([]netip.AddrPort{target}, func() {})
 	defer w.Close()
-	gatewaytest.Await(t, w, health.Idle)
+	planes.Await(t, w, health.Idle)
 	before, asked := w.Reading().Generation, p.asked.Load()
-	gatewaytest.Until(t, "it is asked", func() bool { return p.asked.Load() > asked+5 })
+	planes.Until(t, "it is asked", func() bool { return p.asked.Load() > asked+5 })
 	if is := w.Reading(); is.Generation != before || is.State != health.Idle {
 		t.Errorf("%+v, want generation %s", is, before)
 	}
 	p.s.CloseClientConnections()
-	gatewaytest.Until(t, "it is Idle in another generation", func() bool {
+	planes.Until(t, "it is Idle in another generation", func() bool {
 		is := w.Reading()
 		return is.Generation != before && is.State == health.Idle
 	})
@@ -135,10 +135,10 @@ func TestTheFirstReadingIsNotOfAnEarlierPoll(t *testing.T) {
 	p := start(t, 0)
 	p.says.Store("")
 	w := p.g.Watch([]netip.AddrPort{target}, func() {})
-	gatewaytest.Await(t, w, health.Idle)
+	planes.Await(t, w, health.Idle)
 	p.says.Store("hang")
 	asked := p.asked.Load()
-	gatewaytest.Until(t, "it is asked", func() bool { return p.asked.Load() > asked })
+	planes.Until(t, "it is asked", func() bool { return p.asked.Load() > asked })
 	late := p.g.Watch([]netip.AddrPort{target}, func() {})
 	if is := late.Reading().State; is != health.Unknown {
 		t.Errorf("it is %s", is)

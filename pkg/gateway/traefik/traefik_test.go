@@ -19,6 +19,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/gateway/poll"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 // proxy is a real Traefik.
@@ -26,13 +27,13 @@ type proxy struct {
 	t       testing.TB
 	url     string
 	args    []string
-	program *gatewaytest.Program
+	program *planes.Program
 	config  Config
 }
 
 func start(t testing.TB, provider ...string) *proxy {
 	t.Helper()
-	web, admin := gatewaytest.FreeAddress(t), gatewaytest.FreeAddress(t)
+	web, admin := planes.FreeAddress(t), planes.FreeAddress(t)
 	p := &proxy{
 		t: t, url: "http://" + web, config: Config{poll.Config{Population: "shop/traefik", Admin: "http://" + admin}},
 		args: append([]string{
@@ -48,7 +49,7 @@ func start(t testing.TB, provider ...string) *proxy {
 func (p *proxy) run() {
 	p.t.Helper()
 	path := gatewaytest.LookPath(p.t, "traefik")
-	p.program = gatewaytest.StartProgram(p.t, strings.TrimPrefix(p.url, "http://"), path, p.args...)
+	p.program = planes.StartProgram(p.t, strings.TrimPrefix(p.url, "http://"), path, p.args...)
 }
 
 func (p *proxy) observe() gateway.Observed {
@@ -57,7 +58,7 @@ func (p *proxy) observe() gateway.Observed {
 		p.t.Fatal(errs)
 	}
 	g := p.config.Observe(slog.New(slog.DiscardHandler))
-	gatewaytest.RunGateway(p.t, g)
+	planes.RunGateway(p.t, g)
 	return g
 }
 
@@ -80,7 +81,7 @@ func file(t testing.TB) (provider string, set func(...*gatewaytest.Backend)) {
 		for _, b := range all {
 			urls = append(urls, fmt.Sprintf("{url: 'http://%s'}", b.Addr))
 		}
-		gatewaytest.Replace(t, filepath.Join(dir, "web.yaml"), fmt.Sprintf(
+		planes.Replace(t, filepath.Join(dir, "web.yaml"), fmt.Sprintf(
 			"http: {routers: {web: {rule: 'PathPrefix(`/`)', service: web}}, "+
 				"services: {web: {loadBalancer: {servers: [%s]}}}}",
 			strings.Join(urls, ",")))
@@ -112,7 +113,7 @@ func TestContract(t *testing.T) {
 // routed waits until p sends to b.
 func routed(t testing.TB, p *proxy, b *gatewaytest.Backend) {
 	t.Helper()
-	gatewaytest.Until(t, "the proxy routes", func() bool {
+	planes.Until(t, "the proxy routes", func() bool {
 		at, end, err := gatewaytest.Stream(p.url)
 		end()
 		return err == nil && at == b.Addr
@@ -127,7 +128,7 @@ func TestAStickyCookieReachesAFencedServer(t *testing.T) {
 	p := start(t, api.provider())
 	w := p.observe().Watch([]netip.AddrPort{netip.AddrPortFrom(a.Addr.Addr(), 0)}, func() {})
 	defer w.Close()
-	gatewaytest.Await(t, w, health.Routing)
+	planes.Await(t, w, health.Routing)
 	var cookies []*http.Cookie
 	get := func() string {
 		r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, p.url, nil)
@@ -148,9 +149,9 @@ func TestAStickyCookieReachesAFencedServer(t *testing.T) {
 		}
 		return at
 	}
-	gatewaytest.Until(t, "a cookie of a", func() bool { return get() == a.Addr.String() })
+	planes.Until(t, "a cookie of a", func() bool { return get() == a.Addr.String() })
 	api.set(b)
-	gatewaytest.Until(t, "it is fenced", func() bool {
+	planes.Until(t, "it is fenced", func() bool {
 		var raw struct {
 			Services map[string]service `json:"services"`
 		}
@@ -192,7 +193,7 @@ func TestPooledConnectionsAreNotWaitedFor(t *testing.T) {
 	routed(t, p, a)
 	w := p.observe().Watch([]netip.AddrPort{a.Addr}, func() {})
 	defer w.Close()
-	gatewaytest.Await(t, w, health.Routing)
+	planes.Await(t, w, health.Routing)
 	client := gatewaytest.NewHTTPClient(func(_, path string) string { return p.url + path })
 	defer client.Close()
 	for range 10 {
@@ -212,7 +213,7 @@ func TestPooledConnectionsAreNotWaitedFor(t *testing.T) {
 		t.Fatal(err)
 	}
 	set(b)
-	gatewaytest.Await(t, w, health.Removed)
+	planes.Await(t, w, health.Removed)
 	for end := time.Now().Add(2 * quiet); time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
 		if r := w.Reading(); r.State != health.Removed || r.NoConnections {
 			t.Fatalf("%+v while a request is not answered", r)
@@ -220,7 +221,7 @@ func TestPooledConnectionsAreNotWaitedFor(t *testing.T) {
 	}
 	a.Release()
 	answered := time.Now()
-	gatewaytest.Await(t, w, health.Idle)
+	planes.Await(t, w, health.Idle)
 	if r, took := w.Reading(), time.Since(answered); r.Connections == 0 || took > 3*quiet {
 		t.Errorf("%+v after %s: want a pooled connection", r, took)
 	}
@@ -235,17 +236,17 @@ func TestAStoppedTraefikIsUnknown(t *testing.T) {
 	p := start(t, provider)
 	w := p.observe().Watch([]netip.AddrPort{a.Addr}, func() {})
 	defer w.Close()
-	gatewaytest.Await(t, w, health.Routing)
+	planes.Await(t, w, health.Routing)
 	p.program.Signal(syscall.SIGSTOP)
 	set(b)
-	gatewaytest.Await(t, w, health.Unknown)
+	planes.Await(t, w, health.Unknown)
 	p.program.Signal(syscall.SIGCONT)
-	gatewaytest.Await(t, w, health.Idle)
+	planes.Await(t, w, health.Idle)
 	before := w.Reading().Generation
 	p.program.Kill()
-	gatewaytest.Await(t, w, health.Unknown)
+	planes.Await(t, w, health.Unknown)
 	p.run()
-	gatewaytest.Await(t, w, health.Idle)
+	planes.Await(t, w, health.Idle)
 	if w.Reading().Generation == before {
 		t.Error("another process has the same generation")
 	}
@@ -257,7 +258,7 @@ func TestRead(t *testing.T) {
 	r := &reader{seen: map[netip.AddrPort]seen{}}
 	read := func(raw string) string {
 		t.Helper()
-		hosts, err := r.read(gatewaytest.Answers(map[string]string{"/api/rawdata": raw}))
+		hosts, err := r.read(planes.Answers(map[string]string{"/api/rawdata": raw}))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -291,7 +292,7 @@ func TestRead(t *testing.T) {
 		t.Errorf("%s, want %s", got, want)
 	}
 	for _, other := range []string{`{}`, `{"message": "not found"}`} {
-		if hosts, err := r.read(gatewaytest.Answers(map[string]string{"/api/rawdata": other})); err == nil {
+		if hosts, err := r.read(planes.Answers(map[string]string{"/api/rawdata": other})); err == nil {
 			t.Errorf("%s is read as %v", other, hosts)
 		}
 	}

@@ -1,18 +1,17 @@
-package gatewaytest
+// Package planes has what this repository's tests of data planes share: real programs in processes
+// of their own, waiting for readings, and an observed data plane in memory. The contracts that a
+// gateway has to pass are in pkg/gateway/gatewaytest.
+package planes
 
 import (
 	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"net"
-	"net/http"
-	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -122,62 +121,20 @@ func Await(t testing.TB, w gateway.Watch, state health.State) {
 	Until(t, "it is "+state.String(), func() bool { return w.Reading().State == state })
 }
 
+// within is how long a data plane may take for anything.
+const within = 10 * time.Second
+
 // Until waits until is returns true.
 func Until(t testing.TB, what string, is func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(observedWithin); !is(); time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(within); !is(); time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
-			t.Fatalf("not after %s: %s", observedWithin, what)
+			t.Fatalf("not after %s: %s", within, what)
 		}
-	}
-}
-
-// Get returns the get of a gateway that is polled at unix:///PATH.
-func Get(admin string) func(path string, into any) error {
-	dial := func(context.Context, string, string) (net.Conn, error) {
-		return net.Dial("unix", strings.TrimPrefix(admin, "unix://"))
-	}
-	client := &http.Client{Transport: &http.Transport{DialContext: dial}}
-	return func(path string, into any) error {
-		answer, err := client.Get("http://admin" + path)
-		if err != nil {
-			return err
-		}
-		defer answer.Body.Close()
-		return json.NewDecoder(answer.Body).Decode(into)
 	}
 }
 
 // Answers returns the get of a polled gateway that answers with texts, by path.
 func Answers(texts map[string]string) func(path string, into any) error {
 	return func(path string, into any) error { return json.Unmarshal([]byte(texts[path]), into) }
-}
-
-// Blackhole returns an address on which a connection is never accepted: its queue is full.
-func Blackhole(t testing.TB, ip string) netip.AddrPort {
-	t.Helper()
-	fd, err := syscall.Socket(syscall.AF_INET, syscall.SOCK_STREAM|syscall.SOCK_CLOEXEC, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { syscall.Close(fd) })
-	if err := errors.Join(syscall.Bind(fd, &syscall.SockaddrInet4{Addr: netip.MustParseAddr(ip).As4()}),
-		syscall.Listen(fd, 0)); err != nil {
-		t.Fatal(err)
-	}
-	bound, err := syscall.Getsockname(fd)
-	if err != nil {
-		t.Fatal(err)
-	}
-	a := netip.AddrPortFrom(netip.MustParseAddr(ip), uint16(bound.(*syscall.SockaddrInet4).Port))
-	for {
-		conn, err := net.DialTimeout("tcp", a.String(), 100*time.Millisecond)
-		if err != nil {
-			return a
-		}
-		// Reset, it stays in the queue, and is none that a gateway could have opened.
-		if err := errors.Join(conn.(*net.TCPConn).SetLinger(0), conn.Close()); err != nil {
-			t.Fatal(err)
-		}
-	}
 }
