@@ -167,6 +167,7 @@ type Bar struct {
 	// context is the last context of the pod. until is when a restart continues.
 	context PodContext
 	until   time.Time
+	stopped time.Time // by the clock of the pod's node
 	// Restart: the pod stays, and only its container is stopped.
 	Restart bool
 	// seesQuiet: the agent waits for [PodContext.AtMost].
@@ -195,7 +196,7 @@ func (c *Core) Bar(now time.Time, who Identity, asked wire.BarrierRequest, s Pod
 	c.barriers++
 	bound, elapsed := boundOf(asked)
 	return &Bar{core: c, context: s, until: now.Add(min(bound, RestartTimeout)), Restart: !terminating,
-		Look: terminating && !s.Terminating, seesQuiet: asked.SeesQuiet,
+		stopped: asked.Since, Look: terminating && !s.Terminating, seesQuiet: asked.SeesQuiet,
 		of: drain.Barrier{Pod: asked.Pod, By: who.Agent, Targets: asked.Targets, Since: now.Add(-elapsed),
 			Bound: bound},
 	}, nil
@@ -233,7 +234,7 @@ func (b *Bar) Turn(now time.Time) {
 		b.Status = b.core.openBarrier(now, b.of, s)
 		b.Wake = wakeAt(b.Status, now.Add(lookAround))
 	case first:
-		b.Status = b.core.ask(now, b.of.Pod, b.context.Targets, drain.Place{Restart: true})
+		b.Status = b.core.ask(now, b.of.Pod, b.context.Targets, drain.Place{Restart: true, Stopped: b.stopped})
 	default:
 		b.Status = b.core.Ledger.Status(now, drain.AtHold, b.of.Pod.UID)
 		b.core.settle(now)

@@ -403,11 +403,11 @@ func (l *Ledger) stated(now time.Time, d *drain, s Status) Status {
 	return s
 }
 
-// ReadyAgain records that the pod became ready at a time. If that is after its drain for a restart
-// ([Place]) began, the drain ends. It reports whether one did.
+// ReadyAgain records that the pod became ready at a time, by the clock of its node. If that is
+// after the stop of its container ([Place]), the drain for that ends. It reports whether one did.
 func (l *Ledger) ReadyAgain(now time.Time, uid UID, ready time.Time) bool {
 	d := l.at(AtHold, uid)
-	if d == nil || !d.open || !d.restart || !ready.After(d.begun) || d.inFlight > 0 {
+	if d == nil || !d.open || !d.restart || !ready.After(d.stopped) || d.inFlight > 0 {
 		return false
 	}
 	l.close(now, d, Abandoned)

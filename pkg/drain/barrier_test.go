@@ -691,6 +691,24 @@ func TestRestarts(t *testing.T) {
 	}
 }
 
+// The clock of a node may differ from this replica's. Both times are of the node.
+func TestRestartsByTheClockOfTheNode(t *testing.T) {
+	for _, ahead := range []time.Duration{-10 * time.Minute, 10 * time.Minute} {
+		w := newWorld(t)
+		w.join("edge", web)
+		p, stopped := pod("a"), w.now.Add(ahead)
+		w.Ask(w.now, p, []Targets{{Service: web, Usable: []UID{p.UID, "other"}}},
+			Place{Restart: true, Stopped: stopped})
+		w.pass(3 * time.Second)
+		if w.ReadyAgain(w.now, p.UID, stopped.Add(-time.Second)) {
+			t.Errorf("%s ahead: the pod is back before it is ready again", ahead)
+		}
+		if !w.ReadyAgain(w.now, p.UID, stopped.Add(time.Second)) {
+			t.Errorf("%s ahead: the pod is ready again and not back", ahead)
+		}
+	}
+}
+
 func TestStatedWaitsAreRead(t *testing.T) {
 	for text, want := range map[string]time.Duration{
 		"25s": 25 * time.Second, " 1m ": time.Minute, "0s": 0,

@@ -58,8 +58,9 @@ type drain struct {
 	owed
 	progress
 	logged
-	// restart is as in Place.
+	// restart and stopped are as in Place.
 	restart bool
+	stopped time.Time
 	// expired: the deadline has passed, and the agents that were silent then are recorded.
 	expired bool
 	// reason is why it is closed, since closedAt. checkedAt is when [Ledger.Tick] last named its
@@ -181,6 +182,7 @@ func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Sta
 	}
 	d.restart = place.Restart && (d.restart || !d.open)
 	if !d.open {
+		d.stopped = cmp.Or(place.Stopped, now)
 		l.begin(now, d, now.Add(-d.spent))
 		d.queued = true
 		l.queued[d] = struct{}{}

@@ -67,6 +67,8 @@ type Place struct {
 	// are refused. The place of the pod's open drain stays, and a drain that was opened for a
 	// deletion stays one. [Ledger.ReadyAgain] ends it.
 	Restart bool
+	// Stopped is when that began, by the clock of the pod's node. Zero: when the drain is opened.
+	Stopped time.Time
 }
 
 // admit unqueues the drains for which there is capacity, the oldest first.

@@ -293,8 +293,10 @@ type BarrierRequest struct {
 	Session uint64           `json:"session"`
 	Pod     drain.Pod        `json:"pod"`
 	Targets []netip.AddrPort `json:"targets"`
-	// Since is the deletion, BoundMillis how long after it the answer is due, ElapsedMillis how
-	// much of that has passed, so that the clocks of the two sides need not agree.
+	// Since is the deletion by the API server's clock or, if the pod is not Terminating, the stop
+	// of its container by the node's. BoundMillis is how long after it the answer is due,
+	// ElapsedMillis how much of that has passed, so that the clocks of the two sides need not
+	// agree.
 	Since         time.Time `json:"since"`
 	BoundMillis   int64     `json:"boundMillis"`
 	ElapsedMillis int64     `json:"elapsedMillis"`
