@@ -49,8 +49,8 @@ func (c *coord) newHandler() *admission.Handler {
 		Cluster: &admission.Cluster{
 			Reader: cache{c, false}, Live: cache{c, true}, Ledger: noted{c},
 			Slices: admission.Ahead{Slices: c.index, Reader: cache{c, false}, Synced: func() bool { return true },
-				Ledger: c, Now: func() time.Time { return c.w.now }},
-			Synced: func() bool { return c.synced }, Started: c.w.now,
+				Ledger: c, Now: func() time.Time { return c.now() }},
+			Synced: func() bool { return c.synced }, Started: c.now(),
 		},
 		Times: c.w.times, Log: c.w.logger(c.name), Others: asked{c.table},
 	}
@@ -75,12 +75,12 @@ func (noted) Drain(context.Context, coordinator.Request, time.Time) (drain.Statu
 
 // Unroute implements [admission.Ledger].
 func (l noted) Unroute(request coordinator.Request) {
-	l.opened(request, l.core.Unroute(l.w.now, request), true)
+	l.opened(request, l.core.Unroute(l.now(), request), true)
 }
 
 // Observe implements [admission.Ledger].
 func (l noted) Observe(request coordinator.Request, targets []netip.AddrPort) {
-	l.core.Observe(l.w.now, request, targets)
+	l.core.Observe(l.now(), request, targets)
 }
 
 // Claim implements [admission.Ledger].
@@ -88,7 +88,7 @@ func (l noted) Claim(request coordinator.Request) (drain.Status, bool) {
 	if l.evicts {
 		l.checkBudget(l.w.api.find(request.Pod.UID))
 	}
-	s, hold := l.core.Claim(l.w.now, request)
+	s, hold := l.core.Claim(l.now(), request)
 	l.opened(request, s, false)
 	l.answered[request.Pod.UID] = l.w.at
 	return s, hold
@@ -113,7 +113,7 @@ func (l noted) ClaimWithin(request coordinator.Request, others []drain.UID, allo
 // admit takes in a review.
 func (c *coord) admit(x *call) {
 	p := x.caller.p
-	x.began = c.w.now
+	x.began = c.now()
 	var old *corev1.Pod
 	var grace *int64
 	if !x.caller.evict { // an Eviction review has no pod with it
@@ -123,7 +123,7 @@ func (c *coord) admit(x *call) {
 		grace = new(int64)
 	}
 	c.evicts = x.caller.evict
-	x.Call = c.handler.Review(x.ctx, c.w.now, x.caller.operation(), p.drainPod(), old, grace, x.timeout)
+	x.Call = c.handler.Review(x.ctx, c.now(), x.caller.operation(), p.drainPod(), old, grace, x.timeout)
 	c.walk(x)
 }
 
@@ -135,7 +135,7 @@ func (c *coord) walk(x *call) {
 	case admission.NextHold:
 		c.drain(x)
 	case admission.NextAsk:
-		c.w.after(&c.proc, x.At.Sub(c.w.now), func() { c.askBeside(x) })
+		c.w.after(&c.proc, x.At.Sub(c.now()), func() { c.askBeside(x) })
 	default:
 		c.reply(x)
 	}
@@ -154,10 +154,10 @@ func (c *coord) claim(x *call) {
 		}
 		return peers.Judged(claimed)
 	}
-	left := x.Until.Sub(w.now)
-	x.cancel = c.first(before, x.Claim(w.now), x.caller.p, judged, func(claimed wire.Claimed, witness bool) {
+	left := x.Until.Sub(c.now())
+	x.cancel = c.first(before, x.Claim(c.now()), x.caller.p, judged, func(claimed wire.Claimed, witness bool) {
 		x.cancel, x.claimed, c.evicts = nil, w.at, x.caller.evict
-		x.Claimed(x.ctx, w.now, claimed, witness)
+		x.Claimed(x.ctx, c.now(), claimed, witness)
 		c.walk(x)
 	})
 	if left < peers.ClaimTime {
@@ -169,21 +169,21 @@ func (c *coord) claim(x *call) {
 func (c *coord) claimed(claim wire.Claim, _ *pod) (is wire.Claimed) {
 	if !claim.OnlyAsked && c.able() {
 		c.evicts = admission.Operation(claim.Operation) == admission.Evict
-		is = c.handler.ClaimAt(context.Background(), c.w.now, claim)
+		is = c.handler.ClaimAt(context.Background(), c.now(), claim)
 	}
-	is.AskedMillis = c.core.Asked(c.w.now, claim)
+	is.AskedMillis = c.core.Asked(c.now(), claim)
 	return is
 }
 
 // askBeside asks whether another replica was asked about the deletion.
 func (c *coord) askBeside(x *call) {
 	w, p := c.w, x.caller.p
-	within, left := w.now.Sub(x.began)+admission.SameCall, x.Until.Sub(w.now)
+	within, left := c.now().Sub(x.began)+admission.SameCall, x.Until.Sub(c.now())
 	counts := func(claimed wire.Claimed) bool { return peers.AskedWithin(claimed, within) }
 	cancel := c.first(c.table.Beside(), wire.Claim{Pod: p.drainPod(), OnlyAsked: true}, p, counts,
 		func(_ wire.Claimed, yes bool) {
 			x.claimed = w.at
-			x.Asked(w.now, yes)
+			x.Asked(c.now(), yes)
 			c.walk(x)
 		})
 	w.after(&c.proc, left, cancel)
@@ -191,15 +191,15 @@ func (c *coord) askBeside(x *call) {
 
 // drain waits for the drain: Coordinator.Drain.
 func (c *coord) drain(x *call) {
-	w, request := c.w, x.Request()
+	request := x.Request()
 	if x.hold == nil {
 		_, x.services, _ = c.services(x.caller.p)
 	}
-	x.changed, x.hold = nil, c.core.Hold(w.now, request, x.Until)
+	x.changed, x.hold = nil, c.core.Hold(c.now(), request, x.Until)
 	c.opened(request, x.hold.Status, false)
 	x.last = c.lastOf(x.caller.p)
 	if x.ctx.Err() != nil && !x.hold.Over {
-		x.hold.GiveUp(w.now, x.ctx.Err())
+		x.hold.GiveUp(c.now(), x.ctx.Err())
 	}
 	c.holds = append(c.holds, x)
 	c.sleep(x)
@@ -221,11 +221,11 @@ func (c *coord) sleep(x *call) {
 	if x.hold.Over {
 		c.holds = slices.DeleteFunc(c.holds, func(o *call) bool { return o == x })
 		c.answered[x.caller.p.uid] = c.w.at
-		x.Held(x.ctx, c.w.now, x.hold.Status, x.hold.Waited, x.hold.Err)
+		x.Held(x.ctx, c.now(), x.hold.Status, x.hold.Waited, x.hold.Err)
 		c.walk(x)
 		return
 	}
-	c.w.after(&c.proc, x.hold.Wake().Sub(c.w.now), func() {
+	c.w.after(&c.proc, x.hold.Wake().Sub(c.now()), func() {
 		if x.turnOf == turn {
 			c.recheck(x)
 		}
@@ -240,7 +240,7 @@ func (c *coord) recheck(x *call) {
 	if x.changed == nil {
 		x.last = c.lastOf(x.caller.p)
 	}
-	x.hold.Recheck(c.w.now, x.changed)
+	x.hold.Recheck(c.now(), x.changed)
 	x.changed = nil
 	c.settle()
 	c.sleep(x)
@@ -253,7 +253,7 @@ func (c *coord) hangUp(x *call) {
 		x.cancel()
 	}
 	if x.hold != nil && !x.hold.Over {
-		x.hold.GiveUp(c.w.now, x.ctx.Err())
+		x.hold.GiveUp(c.now(), x.ctx.Err())
 		c.settle()
 		c.sleep(x)
 	}

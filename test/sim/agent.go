@@ -179,7 +179,7 @@ func (a *agent) direct() {
 	w := a.w
 	log := w.logger(a.name)
 	a.disk.w = w
-	a.journal = journal.On(&a.disk, w.now, a.stamp(), nil, log)
+	a.journal = journal.On(&a.disk, a.now(), a.stamp(), nil, log)
 	for _, e := range a.journal.Exclusions() {
 		for holder, until := range e.Expiries {
 			a.expiry(e.Pod.UID, holder, until)
@@ -195,7 +195,7 @@ func (a *agent) direct() {
 			a.index.Follow(ports[pool(i)])
 		}
 	}
-	a.exclusions = exclusion.New(w.now, a.set, a.journal, ports, a.wake, nil, log)
+	a.exclusions = exclusion.New(a.now(), a.set, a.journal, ports, a.wake, nil, log)
 	a.lapses = &exclusion.Lapses{Exclusions: a.exclusions,
 		Rand: func(most time.Duration) time.Duration { return w.between(0, most-1) }}
 	a.steps, a.watches = gateway.NewSteps(a.set), &exclusion.Watches{Set: a.set}
@@ -205,7 +205,7 @@ func (a *agent) direct() {
 		w.api.list(a.watch, func() { a.set.Synced(); a.log("has synced"); a.wake() })
 	})
 	if w.checked {
-		a.set.SetCheck(w.now, pool(0), check)
+		a.set.SetCheck(a.now(), pool(0), check)
 		a.probe()
 	}
 }
@@ -219,7 +219,7 @@ var check = health.Check{
 // probe is one round of the prober.
 func (a *agent) probe() {
 	w := a.w
-	jobs, again := a.set.Due(w.now, nil, 100)
+	jobs, again := a.set.Due(a.now(), nil, 100)
 	for _, job := range jobs {
 		p := w.api.find(job.Key.Target.UID)
 		outcome, took := health.Outcome{Kind: health.Success}, w.between(200*time.Microsecond, 20*time.Millisecond)
@@ -230,13 +230,13 @@ func (a *agent) probe() {
 			outcome.Kind, took = health.Timeout, check.Timeout
 		}
 		w.after(&a.proc, took, func() {
-			a.set.Report(w.now, job, outcome)
+			a.set.Report(a.now(), job, outcome)
 			a.work()
 		})
 	}
 	wait := 100 * time.Millisecond
 	if !again.IsZero() {
-		wait = max(again.Sub(w.now), time.Millisecond)
+		wait = max(again.Sub(a.now()), time.Millisecond)
 	}
 	w.after(&a.proc, wait, a.probe)
 }
@@ -295,7 +295,7 @@ func (a *agent) persist() {
 // write is Journal.Sync: false if the agent dies of it.
 func (a *agent) write() bool {
 	writes := a.disk.writes
-	_ = a.journal.Write(func() (time.Time, journal.Stamp) { return a.w.now, a.stamp() })
+	_ = a.journal.Write(func() (time.Time, journal.Stamp) { return a.now(), a.stamp() })
 	if a.disk.writes > writes && a.dies("after a write of its journal") {
 		return false
 	}
@@ -314,14 +314,14 @@ var (
 func (a *agent) lapse() {
 	w := a.w
 	w.after(&a.proc, exclusion.LapseEvery, func() {
-		asked := w.now
+		asked := a.now()
 		if !a.lapses.Due(asked) {
 			a.lapsed()
 			a.lapse()
 			return
 		}
 		a.fresh(func(err error) {
-			a.lapses.Answered(asked, w.now, err)
+			a.lapses.Answered(asked, a.now(), err)
 			a.lapsed()
 			a.lapse()
 		})
@@ -367,7 +367,7 @@ func (a *agent) fresh(then func(error)) {
 func (a *agent) lapsed() {
 	for uid, holders := range a.expiries {
 		for holder, until := range holders {
-			if a.w.now.After(until) && !slices.Contains(a.set.Held(holder), uid) {
+			if a.now().After(until) && !slices.Contains(a.set.Held(holder), uid) {
 				delete(holders, holder)
 			}
 		}
@@ -380,13 +380,13 @@ func (a *agent) sliceSeen(service int, s slice) {
 			a.dead[e.uid] = true
 		}
 	}
-	a.tell(a.index.Apply(a.w.now, s.object(service)))
+	a.tell(a.index.Apply(a.now(), s.object(service)))
 }
 
 // tell hands differences to the set: Endpoints.tell.
 func (a *agent) tell(changed []endpoints.PortChange) {
 	for _, c := range changed {
-		a.set.Change(a.w.now, health.Pool(c.Port.Service.Name), c.Changes)
+		a.set.Change(a.now(), health.Pool(c.Port.Service.Name), c.Changes)
 	}
 	a.wake()
 }
@@ -471,9 +471,8 @@ func (a *agent) again(wait time.Duration) {
 // step is Director.step. Each call of the gateway may be refused, be carried out although it is not
 // answered, be answered although it is not carried out, or take long.
 func (a *agent) step() {
-	w := a.w
 	a.stepping, a.poked = true, false
-	ops := a.steps.Begin(w.now)
+	ops := a.steps.Begin(a.now())
 	a.checkOps(ops)
 	switch {
 	case len(ops) == 0:
@@ -531,7 +530,7 @@ func (a *agent) read(keys []health.Key) {
 		w.after(&a.proc, gateway.CallTimeout, func() { a.taken(health.Observation{}, nil, 0, errDeaf) })
 		return
 	}
-	at := w.now
+	at := a.now()
 	w.after(&a.proc, w.between(200*time.Microsecond, 4*time.Millisecond), func() {
 		if !a.gw.up || w.faulty() && w.kinds[opErrors] && w.chance(20) {
 			a.taken(health.Observation{}, nil, 0, errGateway)
@@ -564,9 +563,9 @@ func (a *agent) taken(seen health.Observation, owned []health.Key, sampled time.
 		if a.generation != seen.Generation {
 			a.log("the gateway is of generation %s", seen.Generation)
 		}
-		a.generation, a.readAt = seen.Generation, seen.At.Sub(epoch)
+		a.generation, a.readAt = seen.Generation, seen.At.Sub(start)
 	}
-	done := a.steps.Read(a.w.now, seen, owned, err)
+	done := a.steps.Read(a.now(), seen, owned, err)
 	if err == nil {
 		a.checkTruth(sampled)
 	}
@@ -584,7 +583,7 @@ func (a *agent) taken(seen health.Observation, owned []health.Key, sampled time.
 
 // changed tells the streams that an exclusion, or a pod that is watched, may have another state.
 func (a *agent) changed() {
-	if a.exclusions.Changed(a.w.now) || len(a.watches.Reports(a.w.now)) > 0 {
+	if a.exclusions.Changed(a.now()) || len(a.watches.Reports(a.now())) > 0 {
 		for _, l := range a.links {
 			l.poke(false)
 		}
@@ -601,8 +600,8 @@ func (a *agent) forsake() {
 	s := a.services[i]
 	a.log("does not route %s any more", service(s))
 	a.services = slices.Delete(slices.Clone(a.services), i, i+1)
-	for _, c := range a.index.Delete(w.now, slice{}.object(s)) {
-		a.set.Change(w.now, pool(s), c.Changes)
+	for _, c := range a.index.Delete(a.now(), slice{}.object(s)) {
+		a.set.Change(a.now(), pool(s), c.Changes)
 	}
 	a.declarations++
 	for _, l := range a.links {

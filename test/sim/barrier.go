@@ -213,7 +213,7 @@ func (k *kernel) Look(targets []netip.AddrPort, _ func()) gateway.Watch {
 // Reading implements gateway.Watch.
 func (v *view) Reading() gateway.Reading {
 	k := v.k
-	is := gateway.Reading{Counted: k.w.now, Since: k.w.now}
+	is := gateway.Reading{Counted: k.a.now(), Since: k.a.now()}
 	for uid, n := range k.active {
 		if k.addrs[uid] == v.addr {
 			is.Connections += n
@@ -399,10 +399,10 @@ func (a *agent) wait(p *pod, run int) {
 			return
 		}
 	}
-	deleted := epoch.Add(p.committed)
 	h := &hook{p: p, a: a, run: run, began: p.committed, local: a.kernel.Watch(p.targets(), nil),
-		Wait: hooks.NewWait(w.now, nodepods.Pod{
-			Pod: p.drainPod(), Bound: hookBound, Allowed: kubeletMost, Since: deleted, Seen: deleted,
+		Wait: hooks.NewWait(a.now(), nodepods.Pod{
+			Pod: p.drainPod(), Bound: hookBound, Allowed: kubeletMost, Since: epoch.Add(p.committed),
+			Seen:    a.now().Add(p.committed - w.at),
 			Targets: p.targets(),
 		})}
 	a.hooks = append(a.hooks, h)
@@ -426,7 +426,7 @@ func (h *hook) look() {
 	if h.done {
 		return
 	}
-	h.Look(w.now, h.local.Reading())
+	h.Look(h.a.now(), h.local.Reading())
 	if h.Over {
 		h.passed.reason = h.Outcome()
 		h.finish(h.passed)
@@ -434,7 +434,7 @@ func (h *hook) look() {
 	}
 	h.turn++
 	turn := h.turn
-	w.after(&h.a.proc, h.Wake.Sub(w.now), func() {
+	w.after(&h.a.proc, h.Wake.Sub(h.a.now()), func() {
 		if h.turn == turn {
 			h.look()
 		}
@@ -448,7 +448,7 @@ func (h *hook) look() {
 // answered takes in what a coordinator answers.
 func (h *hook) answered(why pass, err error) {
 	h.passed = why
-	h.Answered(h.a.w.now, why.status, err)
+	h.Answered(h.a.now(), why.status, err)
 	h.look()
 }
 
@@ -544,7 +544,7 @@ func (c *coord) bar(x *barred) {
 		return
 	}
 	var err error
-	if x.bar, err = c.core.Bar(w.now, coordinator.Identity{Agent: x.a.id}, x.asked, c.context(x)); err != nil {
+	if x.bar, err = c.core.Bar(c.now(), coordinator.Identity{Agent: x.a.id}, x.asked, c.context(x)); err != nil {
 		x.answer(false, pass{})
 		return
 	}
@@ -587,10 +587,10 @@ func (c *coord) barTurn(x *barred) {
 	if x.began && !bar.Restart {
 		bar.Context(c.context(x))
 	}
-	if s := c.ledger.Status(w.now, drain.AtBarrier, p.uid); !bar.Restart && s.Phase == drain.PhaseUnknown {
+	if s := c.ledger.Status(c.now(), drain.AtBarrier, p.uid); !bar.Restart && s.Phase == drain.PhaseUnknown {
 		c.rested[p.uid] = c.took
 	}
-	bar.Turn(w.now)
+	bar.Turn(c.now())
 	if x.known && p.observed() && bar.Status.Reason != drain.NotEnforced {
 		w.fail(checkMode, "%s lets a hook of %s wait, whose mode is observe", c.name, p.uid)
 	}
@@ -609,7 +609,7 @@ func (c *coord) barTurn(x *barred) {
 	case bar.Over:
 		c.passes(x)
 	default:
-		c.barAfter(x, bar.Wake.Sub(w.now))
+		c.barAfter(x, bar.Wake.Sub(c.now()))
 	}
 }
 
@@ -666,7 +666,7 @@ func (c *coord) unbar(x *barred, ok bool, why pass) {
 // acknowledgedAtBarrier says whether one of reports is certainly an acknowledgement in time of an
 // open barrier that a owes.
 func (c *coord) acknowledgedAtBarrier(a *agent, asOf time.Time, reports []drain.Report) bool {
-	now := c.w.now
+	now := c.now()
 	for _, r := range reports {
 		s := c.ledger.Status(now, drain.AtBarrier, r.UID)
 		if s.Phase == drain.PhaseUnknown || s.Phase == drain.Closed || now.Sub(asOf) > c.w.times.Freshness {
@@ -681,7 +681,7 @@ func (c *coord) acknowledgedAtBarrier(a *agent, asOf time.Time, reports []drain.
 
 // learn notes how long a kernel has taken to let go: a plain record beside the ledger's.
 func (c *coord) learn(a *agent, r drain.Report) {
-	s := c.ledger.Status(c.w.now, drain.AtBarrier, r.UID)
+	s := c.ledger.Status(c.now(), drain.AtBarrier, r.UID)
 	if s.Phase == drain.PhaseUnknown || s.Phase == drain.Closed {
 		return
 	}
@@ -692,10 +692,10 @@ func (c *coord) learn(a *agent, r drain.Report) {
 		c.let[r.UID] = map[*agent]bool{}
 	}
 	c.let[r.UID][a] = true
-	if c.watched[a.id][r.UID] != r.Number || !c.w.now.Before(s.Deadline) {
+	if c.watched[a.id][r.UID] != r.Number || !c.now().Before(s.Deadline) {
 		return
 	}
-	c.took = max(c.took, c.w.now.Sub(s.Since))
+	c.took = max(c.took, c.now().Sub(s.Since))
 }
 
 // toldAtBarrier says why a need not have been asked at the barrier of a pod. Empty: it had to be,
@@ -746,7 +746,7 @@ func (c *coord) checkStated(p *pod, s drain.Status, stated time.Duration) {
 			stated, who = rest, "those have taken that were asked, for "+a.name
 		}
 	}
-	if over := w.now.Sub(s.Since); over < stated && w.now.Before(s.Deadline) {
+	if over := c.now().Sub(s.Since); over < stated && c.now().Before(s.Deadline) {
 		w.fail(checkStated, "%s lets %s stop by %s after %s, and %s is the wait that %s", c.name, p.uid, s.Reason, over,
 			stated, who)
 	}
@@ -801,6 +801,9 @@ func (c *coord) checkPass(p *pod, by *agent, s drain.Status, why *pass) {
 				if s.Reason == drain.AgentsLost {
 					why.excused[a] = "LastTarget"
 				}
+			case w.misdated(p, w.at):
+				w.excuse("routed by a kernel: " + misdated)
+				why.excused[a] = misdated
 			default:
 				w.fail(checkSIGTERM, "%s lets %s stop by %s, but the kernel of %s sends to it", c.name, p.uid, s.Reason,
 					a.name)
@@ -869,6 +872,8 @@ func (w *world) lostAtKernel(k *kernel, p *pod, how string) {
 		w.excuse("lost in a kernel: LastTarget since")
 	case k.late(p) != "":
 		w.excuse("lost in a kernel: " + k.late(p))
+	case w.misdated(p, why.at):
+		w.excuse("lost in a kernel: " + misdated)
 	default:
 		w.fail(checkLost, "a connection to %s through the kernel of %s is lost (%s): it was let stop at %s by %s",
 			p.uid, k.a.name, how, why.at, why.reason)

@@ -29,16 +29,27 @@ type cache struct {
 	live bool
 }
 
-// stamp is a time as the API server writes it into an object: in whole seconds.
-func stamp(at time.Duration) metav1.Time { return metav1.NewTime(epoch.Add(at).Truncate(time.Second)) }
+// stamp is a time in an object, which has whole seconds. ahead is how far the clock is that it was
+// read from.
+func stamp(at, ahead time.Duration) metav1.Time {
+	return metav1.NewTime(epoch.Add(at + ahead).Truncate(time.Second))
+}
+
+// ahead returns how far the clock of the pod's kubelet is ahead.
+func (p *pod) ahead(at time.Duration) time.Duration {
+	if p.host == nil {
+		return 0
+	}
+	return p.host.w.skews[p.host.node].ahead(at)
+}
 
 // object is a pod as a replica knows it.
 func (p *pod) object(v podView) *corev1.Pod {
 	of := p.drainPod()
 	ready := corev1.PodCondition{Type: corev1.PodReady, Status: corev1.ConditionFalse,
-		LastTransitionTime: stamp(v.lostAt)}
+		LastTransitionTime: stamp(v.lostAt, p.ahead(v.lostAt))}
 	if v.ready {
-		ready.Status, ready.LastTransitionTime = corev1.ConditionTrue, stamp(v.readyAt)
+		ready.Status, ready.LastTransitionTime = corev1.ConditionTrue, stamp(v.readyAt, p.ahead(v.readyAt))
 	}
 	object := &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Namespace: of.Namespace, Name: of.Name, UID: types.UID(of.UID)},
@@ -69,7 +80,7 @@ func (p *pod) object(v podView) *corev1.Pod {
 	}
 	if v.terminating {
 		grace := int64(kubeletMost / time.Second)
-		at := stamp(v.committed + kubeletMost)
+		at := stamp(v.committed+kubeletMost, 0)
 		object.DeletionTimestamp, object.DeletionGracePeriodSeconds = &at, &grace
 	}
 	return object

@@ -303,7 +303,7 @@ func (a *agent) checkOps(ops []health.Op) {
 			a.w.fail(checkDeadName, "%s asks for %s, and has seen the pod terminating", a.name, op)
 		}
 		for holder, until := range a.expiries[uid] {
-			if !until.After(a.w.now) {
+			if !until.After(a.now()) {
 				continue
 			}
 			if a.why(op.Key) != health.WhyKept {
@@ -333,7 +333,7 @@ func (a *agent) checkLast(op health.Op) {
 // checkHolders: an expiry that its holder has not ended, and whose time has not come, stands.
 func (a *agent) checkHolders(uid drain.UID) {
 	for holder, until := range a.expiries[uid] {
-		if until.After(a.w.now) && !slices.Contains(a.set.Held(holder), uid) {
+		if until.After(a.now()) && !slices.Contains(a.set.Held(holder), uid) {
 			a.w.fail(checkHoldersName, "%s has no exclusion on %s any more, and %s holds an expiry on it", a.name, uid,
 				holder)
 		}
@@ -341,11 +341,11 @@ func (a *agent) checkHolders(uid drain.UID) {
 }
 
 func (c *coord) checkInTime(x *call) {
-	if x.hold == nil || c.frozen > 0 && epoch.Add(c.frozen).After(x.began) {
+	if x.hold == nil || c.frozen > 0 && start.Add(c.frozen).After(x.began) {
 		return
 	}
 	// A question to the opener that was asked before the end may be answered after it.
-	if late := min(c.w.now.Sub(x.End), c.w.at-x.claimed); late > 10*time.Millisecond {
+	if late := min(c.now().Sub(x.End), c.w.at-x.claimed); late > 10*time.Millisecond {
 		c.w.fail(checkLate, "%s answers for %s %s after the hold's end", c.name, x.caller.p.uid, late)
 	}
 }
@@ -364,7 +364,7 @@ func (c *coord) checkDeny(h *call, s drain.Status) {
 		}
 	}
 	// What was decided before a replica was frozen may be sent once it goes on.
-	frozen := c.frozen > 0 && epoch.Add(c.frozen).After(h.began)
+	frozen := c.frozen > 0 && start.Add(c.frozen).After(h.began)
 	if begun, ok := c.begun[uid]; ok && w.at-begun > w.times.Deadline+10*time.Millisecond && !frozen {
 		w.fail(checkDeadline, "%s denies the deletion of %s %s after its drain began", c.name, uid, w.at-begun)
 	}
@@ -402,13 +402,13 @@ func (c *coord) checkClock(s drain.Status, elapsed time.Duration) {
 	if !ok {
 		return
 	}
-	told := c.w.now.Add(-min(elapsed, c.w.times.Deadline+c.w.at-begun))
+	told := c.now().Add(-min(elapsed, c.w.times.Deadline+c.w.at-begun))
 	if oldest, known := c.oldest[uid]; known && oldest.Before(told) {
 		told = oldest
 	}
 	if s.Since.After(told) {
 		c.w.fail(checkClockName, "%s counts the drain of %s from %s, and has heard of %s", c.name, uid,
-			s.Since.Sub(epoch), told.Sub(epoch))
+			s.Since.Sub(start), told.Sub(start))
 	}
 	c.oldest[uid] = s.Since
 }
@@ -438,7 +438,7 @@ func (c *coord) checkAbandoned(uid drain.UID) {
 // acknowledged says whether one of reports, which a has just made, is certainly an acknowledgement
 // in time of an open drain.
 func (c *coord) acknowledged(a *agent, asOf time.Time, reports []drain.Report) bool {
-	now := c.w.now
+	now := c.now()
 	for _, r := range reports {
 		if _, open := c.begun[r.UID]; !open || r.State < drain.Removed || now.Sub(asOf) > c.w.times.Freshness {
 			continue
@@ -460,14 +460,14 @@ func (c *coord) acknowledged(a *agent, asOf time.Time, reports []drain.Report) b
 // still asked in the end.
 func (c *coord) expired(s drain.Status) {
 	w := c.w
-	if s.Reason != drain.Deadline || w.now.Before(s.Deadline) {
+	if s.Reason != drain.Deadline || c.now().Before(s.Deadline) {
 		return
 	}
 	d := c.room[s.Pod.UID]
 	if d == nil || !d.told {
 		return
 	}
-	begun, deadline := s.Begun.Sub(epoch), s.Deadline.Sub(epoch)
+	begun, deadline := s.Begun.Sub(start), s.Deadline.Sub(start)
 	for _, x := range s.Waiting {
 		quiet := c.silence[x.Agent]
 		i := slices.IndexFunc(c.streams, func(st *stream) bool {
@@ -511,7 +511,7 @@ func (c *coord) noteSilent(silent []drain.Silence) {
 
 // struckAt is when the last drain expired that this replica counts, as it tells the others.
 func (c *coord) struckAt(id drain.AgentID) time.Duration {
-	for _, s := range c.ledger.Shared(c.w.now).Silent {
+	for _, s := range c.ledger.Shared(c.now()).Silent {
 		if s.Agent == id {
 			return c.w.at - time.Duration(s.LastMillis)*time.Millisecond
 		}
@@ -604,7 +604,7 @@ func (c *coord) noteAdopted(claim drain.Claim) {
 		c.begins(uid)
 		c.w.measure("drains that were adopted")
 	}
-	c.checkClock(c.ledger.Status(c.w.now, drain.AtHold, uid), time.Duration(claim.ElapsedMillis)*time.Millisecond)
+	c.checkClock(c.ledger.Status(c.now(), drain.AtHold, uid), time.Duration(claim.ElapsedMillis)*time.Millisecond)
 }
 
 // taken says whether another replica has said that it unroutes the pod.
@@ -659,7 +659,7 @@ func (c *coord) unrouted(usable []drain.UID, all bool) (n int) {
 // alive counts the usable targets of which this replica does not know that they are dead.
 func (c *coord) alive(usable []drain.UID) (n int) {
 	for _, uid := range usable {
-		if s := c.ledger.Status(c.w.now, drain.AtHold, uid); s.Phase != drain.Closed || s.Reason != drain.PodDeleted {
+		if s := c.ledger.Status(c.now(), drain.AtHold, uid); s.Phase != drain.Closed || s.Reason != drain.PodDeleted {
 			n++
 		}
 	}
@@ -746,14 +746,14 @@ func (c *coord) checkQueued() {
 		if d.told {
 			continue
 		}
-		s := c.ledger.Status(w.now, drain.AtHold, uid)
+		s := c.ledger.Status(c.now(), drain.AtHold, uid)
 		if d.place == drain.Deferred {
 			continue // the opener knows
 		}
 		w.measure("seconds that drains were queued")
-		if s.Phase == drain.Queued && !w.now.Before(s.Deadline) {
+		if s.Phase == drain.Queued && !c.now().Before(s.Deadline) {
 			w.fail(checkQueuedName, "%s keeps the drain of %s queued %s beyond its deadline", c.name, uid,
-				w.now.Sub(s.Deadline))
+				c.now().Sub(s.Deadline))
 		}
 		room := true
 		for s := range d.services {
@@ -770,7 +770,7 @@ func (c *coord) checkQueued() {
 func (c *coord) all(gate drain.Gate) (open []drain.Status) {
 	uids, _ := c.ledger.Oldest(gate, math.MaxInt)
 	for _, uid := range uids {
-		open = append(open, c.ledger.Status(c.w.now, gate, uid))
+		open = append(open, c.ledger.Status(c.now(), gate, uid))
 	}
 	return open
 }

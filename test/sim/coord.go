@@ -157,7 +157,7 @@ func (c *coord) start() {
 	c.up, c.stopping, c.synced, c.looking = true, false, false, false
 	c.setListed(false)
 	c.started = w.at
-	c.core = coordinator.NewCore(w.now, drain.Holder{Replica: c.name, Epoch: fmt.Sprint(c.epoch)}, w.times,
+	c.core = coordinator.NewCore(c.now(), drain.Holder{Replica: c.name, Epoch: fmt.Sprint(c.epoch)}, w.times,
 		&coordinator.Options{MaxHolds: maxHolds, MaxHoldsPerOwner: w.ownerHolds, Scope: w.scope, Sampling: sampling})
 	c.ledger = c.core.Ledger
 	c.meetPeers()
@@ -168,7 +168,7 @@ func (c *coord) start() {
 	c.contexts = &podcontext.Source{Reader: cache{c, false}, Index: c.handler.Cluster.Slices,
 		Known:  func() bool { return true },
 		Synced: func() bool { return true }, Going: func(uid drain.UID) bool { return c.ledger.Pod(uid).Terminating },
-		Now: func() time.Time { return w.now }, Log: w.logger(c.name)}
+		Now: func() time.Time { return c.now() }, Log: w.logger(c.name)}
 	c.streams, c.holds, c.inbound = nil, nil, nil
 	c.bars, c.watched = nil, map[drain.AgentID]map[drain.UID]uint64{}
 	c.restarted = map[drain.UID]bool{}
@@ -240,7 +240,7 @@ func (c *coord) stop(down time.Duration) {
 // tick is Coordinator.Run.
 func (c *coord) tick() {
 	c.w.after(&c.proc, coordinator.Tick, func() {
-		pods, overdue := c.core.Tick(c.w.now)
+		pods, overdue := c.core.Tick(c.now())
 		c.settle()
 		c.checkQueued()
 		if !c.looking { // an API server that does not answer keeps the ledger from nothing
@@ -277,7 +277,7 @@ func (c *coord) look(pods []drain.Pod) {
 			}
 			if living {
 				open := c.ledger.Pod(uid).Draining
-				if c.core.Read(w.now, uid, coordinator.Living); open && !c.ledger.Pod(uid).Draining {
+				if c.core.Read(c.now(), uid, coordinator.Living); open && !c.ledger.Pod(uid).Draining {
 					c.log("%s lives, and no client asks for it: abandoned", uid)
 					c.checkAbandoned(uid)
 					if w.faulty() && w.chance(300) {
@@ -308,7 +308,7 @@ func (a *api) find(uid drain.UID) *pod {
 // gone hears that a pod is terminating, or deleted.
 func (c *coord) gone(uid drain.UID, step func(time.Time, drain.UID)) {
 	open := c.ledger.Pod(uid).Draining
-	if step(c.w.now, uid); open {
+	if step(c.now(), uid); open {
 		c.log("%s is going", uid)
 	}
 	c.closed(uid)
@@ -349,7 +349,7 @@ func (c *coord) podSeen(p *pod, v podView) {
 
 func (c *coord) sliceSeen(service int, s slice) {
 	c.slices[service] = s
-	c.index.Apply(c.w.now, s.object(service))
+	c.index.Apply(c.now(), s.object(service))
 }
 
 func (c *coord) rosterSeen(all []drain.Expected) {
@@ -362,7 +362,7 @@ func (c *coord) rosterSeen(all []drain.Expected) {
 	for _, e := range all {
 		c.meet(e.ID)
 	}
-	c.ledger.Expect(c.w.now, all)
+	c.ledger.Expect(c.now(), all)
 	c.settle()
 }
 
@@ -375,7 +375,7 @@ func (c *coord) meet(id drain.AgentID) {
 
 // settle carries out what follows from the steps: Coordinator.settle.
 func (c *coord) settle() {
-	e := c.core.Settle(c.w.now)
+	e := c.core.Settle(c.now())
 	for _, s := range e.Changed {
 		for _, h := range c.holds {
 			if h.caller.p.uid == s.Pod.UID {
@@ -404,7 +404,7 @@ func (c *coord) settle() {
 // services returns which Services list a pod here, ready or not, or did until lately, with their
 // usable targets, and names one if the pod is the last of all that are routed.
 func (c *coord) services(p *pod) (targets []drain.Targets, services []drain.Service, last string) {
-	listings := c.index.Pod(c.w.now, p.drainPod().Namespace, p.uid)
+	listings := c.index.Pod(c.now(), p.drainPod().Namespace, p.uid)
 	targets, last = admission.LastOf(c.handler.Cluster.Slices, listings, c, p.uid)
 	for _, t := range targets {
 		services = append(services, t.Service)
@@ -444,7 +444,7 @@ func (c *coord) opened(request coordinator.Request, s drain.Status, background b
 	}
 	if _, ok := c.begun[uid]; !ok && s.Phase != drain.Closed {
 		c.begins(uid)
-		c.log("drain of %s begins, since %s", uid, s.Since.Sub(epoch))
+		c.log("drain of %s begins, since %s", uid, s.Since.Sub(start))
 	}
 	c.checkClock(s, request.Place.Elapsed)
 	c.settle()
@@ -470,7 +470,7 @@ func (c *coord) connect(l *link, k *conn, boot string) {
 	s := &stream{conn: k, link: l, began: w.at}
 	var err error
 	who := coordinator.Identity{Agent: a.id, Name: a.name, Everywhere: a.right == ""}
-	if s.Session, err = c.core.Connect(w.now, who, offer, wire.Protocol, func() { c.wakeStream(s) }); err != nil {
+	if s.Session, err = c.core.Connect(c.now(), who, offer, wire.Protocol, func() { c.wakeStream(s) }); err != nil {
 		w.cut(&c.proc, &a.proc, k, 1, false, func() { l.lost(k) })
 		return
 	}
@@ -492,7 +492,7 @@ func (c *coord) connect(l *link, k *conn, boot string) {
 func (c *coord) beat(s *stream) {
 	c.w.after(&c.proc, c.w.times.Heartbeat, func() {
 		if !s.over {
-			c.say(s, c.core.Say(nil, c.w.now, wire.Message{Type: wire.TypeHeartbeat}))
+			c.say(s, c.core.Say(nil, c.now(), wire.Message{Type: wire.TypeHeartbeat}))
 			c.beat(s)
 		}
 	})
@@ -522,7 +522,7 @@ func (c *coord) say(s *stream, lines []byte) {
 	for _, r := range news.Released {
 		c.checkRight(s.link.a, r.UID)
 	}
-	if lines = c.core.Append(lines, c.w.now, s.Session, news); len(lines) > 0 && !s.conn.closed[1] {
+	if lines = c.core.Append(lines, c.now(), s.Session, news); len(lines) > 0 && !s.conn.closed[1] {
 		l, k := s.link, s.conn
 		c.w.send(&c.proc, &l.a.proc, k, 1, func() { l.read(k, lines) })
 	}
@@ -535,7 +535,7 @@ func (c *coord) tell(id drain.AgentID, open []drain.Open) {
 		// A node that has not declared is told as a replica of a gateway would be, and is not asked
 		// any more when it declares.
 		declared := a.population != drain.Nodes || c.declared[a] != nil
-		phase := c.ledger.Status(c.w.now, drain.AtBarrier, d.Pod.UID).Phase
+		phase := c.ledger.Status(c.now(), drain.AtBarrier, d.Pod.UID).Phase
 		if declared && phase != drain.PhaseUnknown && phase != drain.Closed {
 			if c.watched[id] == nil {
 				c.watched[id] = map[drain.UID]uint64{}
@@ -573,7 +573,7 @@ func (c *coord) end(s *stream, lost bool) {
 		c.lost[id] = c.w.at
 		c.log("%s is disconnected, session %d", s.link.a.name, s.Number)
 	}
-	c.core.Disconnect(c.w.now, s.Session)
+	c.core.Disconnect(c.now(), s.Session)
 	l, k := s.link, s.conn
 	c.w.cut(&c.proc, &l.a.proc, k, 1, lost, func() { l.lost(k) })
 	c.settle()
@@ -645,7 +645,7 @@ func (c *coord) report(a *agent, reports wire.Reports, meant []drain.Report, rea
 		}
 	}
 	for _, one := range meant {
-		r := said{one, asOf.Sub(epoch), readAt}
+		r := said{one, asOf.Sub(start), readAt}
 		if had, known := c.heard[a.id][r.UID]; known && r.at < had.at {
 			continue
 		}
@@ -657,7 +657,7 @@ func (c *coord) report(a *agent, reports wire.Reports, meant []drain.Report, rea
 	}
 	all := append(meant, reports.Reports...)
 	before := c.acknowledged(a, asOf, telling) || c.acknowledgedAtBarrier(a, asOf, all)
-	if _, err := c.core.Report(c.w.now, a.id, reports); err != nil {
+	if _, err := c.core.Report(c.now(), a.id, reports); err != nil {
 		return false
 	}
 	if before {

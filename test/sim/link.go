@@ -88,7 +88,7 @@ func (l *link) lost(k *conn) {
 	}
 	l.conn, l.declared = nil, false
 	if l.session != nil {
-		l.session.End(w.now)
+		l.session.End(a.now())
 	}
 	asks := l.asks
 	l.asks = nil
@@ -122,7 +122,7 @@ func (l *link) read(k *conn, lines []byte) {
 			l.session = l.hello(m)
 			continue
 		}
-		synced, more, err := l.session.Message(a.w.now, m)
+		synced, more, err := l.session.Message(a.now(), m)
 		if err != nil {
 			a.log("%s: %v", l.c.name, err)
 			l.lost(k)
@@ -327,7 +327,7 @@ func (l *link) reports(k *conn) {
 	if a.deaf > w.at || l.declaring {
 		return
 	}
-	batch := l.session.Reports(w.now, l.everything)
+	batch := l.session.Reports(a.now(), l.everything)
 	l.everything = false
 	if batch.UpTo == nil && len(batch.Reports) == 0 {
 		return
@@ -348,7 +348,7 @@ func (l *link) meant() []drain.Report {
 		return nil
 	}
 	var all []drain.Report
-	for _, r := range l.a.exclusions.Reports(l.a.w.now) {
+	for _, r := range l.a.exclusions.Reports(l.a.now()) {
 		number, told := l.told[r.UID]
 		if told && slices.Contains(l.a.set.Held(l.holder()), r.UID) {
 			r.Number = number

@@ -29,7 +29,7 @@ func (c *coord) meetPeers() {
 		Certificate: func() error { return nil }, Synced: func() bool { return c.synced },
 		Expecting: c.Expecting, Up: func() time.Duration { return c.w.at - c.started },
 	}
-	c.table = &peers.Table{Ordinal: c.ordinal(), Name: c.name, Started: c.w.now, Able: c.ready.Check}
+	c.table = &peers.Table{Ordinal: c.ordinal(), Name: c.name, Started: c.now(), Able: c.ready.Check}
 	c.ready.Others, c.others = c.table, nil
 	c.setPeers()
 }
@@ -117,7 +117,7 @@ func (c *coord) poll() {
 	}
 	left := len(all)
 	heed := func() {
-		again := c.table.Heed(w.now, c.polled)
+		again := c.table.Heed(c.now(), c.polled)
 		w.after(&c.proc, max(0, began+again-w.at), c.poll)
 	}
 	if left == 0 {
@@ -126,7 +126,7 @@ func (c *coord) poll() {
 	for _, of := range all {
 		var state wire.Replica
 		c.ask(of, peers.PollTime, func() bool { return false }, &state,
-			func(o *coord) { state = o.core.Replica(w.now, o.able()) },
+			func(o *coord) { state = o.core.Replica(o.now(), o.able()) },
 			func(bool) {
 				if left--; left == 0 {
 					heed()
@@ -142,7 +142,7 @@ func (c *coord) polled(told []wire.Replica, adopt bool) {
 		c.noteSilent(told[i].Silent)
 		c.others = append(c.others, told[i].Drains...)
 	}
-	c.core.Polled(c.w.now, told, adopt)
+	c.core.Polled(c.now(), told, adopt)
 	if adopt {
 		// Of two that tell of one drain, it has capacity if one says so.
 		slices.SortStableFunc(c.others, func(a, b drain.Claim) int { return oneIf(b.Queued) - oneIf(a.Queued) })

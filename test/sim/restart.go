@@ -141,8 +141,8 @@ func (a *agent) waitRestart(p *pod, then func()) {
 			left := bound - (w.at - began)
 			w.send(&a.proc, &c.proc, nil, 0, func() {
 				c.bar(&barred{p: p, a: a, asked: wire.BarrierRequest{
-					Session: session, Pod: p.drainPod(), Targets: p.targets(), Since: epoch.Add(began),
-					BoundMillis: left.Milliseconds(),
+					Session: session, Pod: p.drainPod(), Targets: p.targets(),
+					Since: a.now().Add(began - w.at).Round(0), BoundMillis: left.Milliseconds(),
 				}, answer: func(ok bool, why pass) {
 					w.send(&c.proc, &a.proc, nil, 0, func() {
 						switch {
@@ -181,14 +181,15 @@ func (c *coord) restarts(x *barred) {
 // restart before.
 func (c *coord) back(uid drain.UID, at time.Duration) {
 	begun, open := c.begun[uid]
-	if c.core.Ready(c.w.now, uid, epoch.Add(at)) {
+	ahead := c.w.api.find(uid).ahead
+	if c.core.Ready(c.now(), uid, epoch.Add(at+ahead(at))) {
 		c.log("%s is ready again", uid)
 		c.w.measure("pods that were routed again because they were ready again")
 		c.closed(uid)
 		c.settle()
 		return
 	}
-	if open && c.restarted[uid] && at > begun {
+	if open && c.restarted[uid] && at > begun && ahead(at) >= ahead(begun) {
 		c.w.fail(checkBack,
 			"%s does not let %s be routed again, which has become ready after its container was stopped", c.name, uid)
 	}

@@ -13,9 +13,6 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// epoch is where virtual time begins. No wall clock is read anywhere.
-var epoch = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
-
 // shortActive and longActive are how long faults happen and people delete pods, settledAfter how
 // long nothing of that happens then, until everything must be as it should be: a call that was let
 // through ends within 34 s, a drain without callers is looked into 45 s after its last answer, an
@@ -101,7 +98,7 @@ type world struct {
 	spare []*event
 	seq   uint64
 	at    time.Duration
-	now   time.Time
+	skews [maxNodes]skew
 
 	api    *api
 	coords []*coord
@@ -152,10 +149,11 @@ type world struct {
 
 func newWorld(seed uint64, tracing, blind bool) *world {
 	w := &world{
-		seed: seed, rng: rand.New(rand.NewPCG(seed, 0x1a3ed0c4)), times: drain.DefaultTimes(), now: epoch,
+		seed: seed, rng: rand.New(rand.NewPCG(seed, 0x1a3ed0c4)), times: drain.DefaultTimes(),
 		tracing: tracing, blind: blind, excused: map[string]int{}, allowed: map[string]int{},
 		measured: map[string]int{},
 	}
+	w.drawSkews()
 	w.build()
 	return w
 }
@@ -167,7 +165,7 @@ func (w *world) run() {
 		if e.at > w.active+settledAfter {
 			break
 		}
-		w.at, w.now = e.at, epoch.Add(e.at)
+		w.at = e.at
 		if p := e.p; p != nil {
 			if !p.up || p.life != e.life {
 				continue
