@@ -48,6 +48,7 @@ done
 part chart LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h ./chart
 part upstream ONLY= LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 3h -run '^TestUpstream$' ./nodes
 part chaos SEED=1 MINUTES=10 LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 40m -run '^TestChaos$' ./nodes
+part pace LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 30m -run '^TestPace$' ./nodes
 part table LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h -run '^TestTable$' ./witness
 
 printf '\n%s\n%s' "$began" "$summary"

@@ -37,6 +37,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -302,14 +303,14 @@ func (m *Machine) start(name string, command ...string) error {
 	return nil
 }
 
-// Restart kills containerd, kubelet or kube-proxy with SIGKILL and starts it again. Pods run on. It
-// does not wait until the new one is ready.
-func (m *Machine) Restart(name string) error {
+// Restart kills containerd, kubelet or kube-proxy with SIGKILL and starts it again, with more flags
+// that later restarts keep. Pods run on. It does not wait until the new one is ready.
+func (m *Machine) Restart(name string, flags ...string) error {
 	if err := m.Kill(name); err != nil {
 		return err
 	}
 	m.mu.Lock()
-	command := m.programs[name].command
+	command := slices.Concat(m.programs[name].command, flags)
 	m.mu.Unlock()
 	return m.start(name, command...)
 }

@@ -202,3 +202,14 @@ func Ready(p *corev1.Pod) bool {
 		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
 	})
 }
+
+// Goal prints a measured goal as test/bench does. A missed goal is reported as missed: it depends
+// on the computer. What must hold everywhere is asserted apart.
+func Goal(t testing.TB, name string, value, most float64, note string) {
+	t.Helper()
+	verdict := "pass"
+	if value > most {
+		verdict = "MISS"
+	}
+	t.Logf("%-28s %8.2f  goal <= %-6.2f %s  %s", name, value, most, verdict, note)
+}
