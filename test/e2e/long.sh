@@ -50,6 +50,8 @@ part upstream ONLY= LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 3h -run
 part chaos SEED=1 MINUTES=10 LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 40m -run '^TestChaos$' ./nodes
 part pace LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 30m -run '^TestPace$' ./nodes
 part table LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h -run '^TestTable$' ./witness
+part scale LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h -run '^TestScale$' ./scale
+part soak LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 4h -run '^TestSoak$' ./soak
 
 printf '\n%s\n%s' "$began" "$summary"
 [ -n "$summary" ] || failed=" no part matches PARTS=$PARTS"

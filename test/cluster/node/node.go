@@ -120,6 +120,9 @@ type Options struct {
 	// Observe is called with each event, in order, one at a time: a slow Observe delays all pods.
 	Observe func(Event)
 
+	// Ignore reports whether the caller does the node's work for a pod itself. Nil: for none.
+	Ignore func(*v1.Pod) bool
+
 	// Logger logs errors. If nil, they are dropped.
 	Logger *slog.Logger
 }
@@ -425,6 +428,9 @@ func (n *Node) renewLease(ctx context.Context) error {
 
 // podSeen tells the pod's worker what the API server has, and starts one if there is none.
 func (n *Node) podSeen(ctx context.Context, object *v1.Pod) {
+	if n.options.Ignore != nil && n.options.Ignore(object) {
+		return
+	}
 	n.mu.Lock()
 	worker := n.pods[object.UID]
 	var replaced *pod

@@ -73,7 +73,9 @@ type Options struct {
 	Dir string
 	// Observe is told what happens to pods. May be nil.
 	Observe func(node.Event)
-	Log     *slog.Logger
+	// Ignore is that of all nodes. May be nil.
+	Ignore func(*corev1.Pod) bool
+	Log    *slog.Logger
 }
 
 // admissionPort is the port of the same name of the coordinator's pods.
@@ -103,7 +105,7 @@ func Open(ctx context.Context, c *cluster.Cluster, o Options) (*Stage, error) {
 	}
 	n, err := node.New(c.Config(), node.Options{
 		Name: "node-1", PodRange: netip.MustParsePrefix("10.244.64.0/18"), Dir: o.Dir, Observe: o.Observe,
-		Logger: o.Log,
+		Ignore: o.Ignore, Logger: o.Log,
 		Address: func(p *corev1.Pod) netip.Addr {
 			if o.Entries == 0 && p.Namespace == System && p.Labels["app.kubernetes.io/component"] == "webhook" {
 				return CoordinatorAddress
@@ -140,7 +142,7 @@ func (s *Stage) run(ctx, running context.Context, n *node.Node) error {
 // AddNode adds a node for pods that select it and tolerate its taint, such as those of an App.
 func (s *Stage) AddNode(ctx context.Context, name string, pods netip.Prefix) error {
 	n, err := node.New(s.Cluster.Config(), node.Options{
-		Name: name, PodRange: pods, Observe: s.Observe, Logger: s.Log,
+		Name: name, PodRange: pods, Observe: s.Observe, Ignore: s.Ignore, Logger: s.Log,
 		Taints: []corev1.Taint{{Key: "stage", Value: name, Effect: corev1.TaintEffectNoSchedule}},
 	})
 	if err != nil {

@@ -1,0 +1,274 @@
+//go:build long
+
+package scale
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"maps"
+	"net/http"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
+	"github.com/lameduck-io/lameduck/test/e2e/stage"
+)
+
+// What is asserted: loosely, because machines differ. docs/cost.md has what was measured.
+const (
+	// mostPerAgent bounds the resident memory of the coordinator for each agent, in KiB.
+	mostPerAgent = 150
+	// mostBack bounds the time until all agents are connected again, for a thousand.
+	mostBack = 30 * time.Second
+	// mostSlower bounds the median of a deletion that all agents acknowledge, one a second, by that
+	// of one for which no webhook is called.
+	mostSlower = 500.0
+	// mostBytes bounds what one agent sends and receives for one drain.
+	mostBytes = 2000.0
+)
+
+func TestMain(m *testing.M) { cluster.Main(m) }
+
+// measured is the coordinator's process.
+type measured struct {
+	s *stage.Stage
+	t *testing.T
+}
+
+// series are the values of the coordinator whose name and labels begin so. ok is false while it
+// does not answer.
+func (m measured) series(prefix string) (all map[string]float64, ok bool) {
+	client := &http.Client{Timeout: 2 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
+	response, err := client.Get("http://" + stage.CoordinatorAddress.String() + ":8080/metrics")
+	if err != nil {
+		return nil, false
+	}
+	defer response.Body.Close()
+	all = map[string]float64{}
+	for lines := bufio.NewScanner(response.Body); lines.Scan(); {
+		if rest, found := strings.CutPrefix(lines.Text(), prefix); found {
+			at := strings.LastIndexByte(rest, ' ')
+			all[rest[:at]], err = strconv.ParseFloat(rest[at+1:], 64)
+			must(m.t, err)
+		}
+	}
+	return all, true
+}
+
+// metric is the sum of series.
+func (m measured) metric(prefix string) (sum float64, ok bool) {
+	all, ok := m.series(prefix)
+	for _, value := range all {
+		sum += value
+	}
+	return sum, ok
+}
+
+// answers is how often each answer to a deletion was given by the opener, since former.
+func (m measured) answers(former map[string]float64) map[string]float64 {
+	all, _ := m.series("lameduck_admission_answers_total{")
+	maps.DeleteFunc(all, func(labels string, n float64) bool {
+		return n == former[labels] || !strings.Contains(labels, `role="opener"`)
+	})
+	for labels := range all {
+		all[labels] -= former[labels]
+	}
+	return all
+}
+
+func (m measured) must(series string) float64 {
+	m.t.Helper()
+	value, ok := m.metric(series)
+	if !ok {
+		m.t.Fatalf("the coordinator does not answer for %s", series)
+	}
+	return value
+}
+
+func (m measured) cpu() float64      { return m.must("process_cpu_seconds_total") }
+func (m measured) resident() float64 { return m.must("process_resident_memory_bytes") / 1024 }
+
+// agents waits until so many are in a state, and returns how long that took.
+func (m measured) agents(state string, n int) time.Duration {
+	m.t.Helper()
+	began := time.Now()
+	for end := began.Add(5 * time.Minute); ; time.Sleep(100 * time.Millisecond) {
+		is, _ := m.metric(fmt.Sprintf("lameduck_agents{state=%q}", state))
+		if int(is) == n {
+			return time.Since(began)
+		}
+		if time.Now().After(end) {
+			m.t.Fatalf("%.0f of %d agents are %s after %s", is, n, state, time.Since(began))
+		}
+	}
+}
+
+// A thousand agents route one Service, so each deletion of its pods waits for all of them: the
+// most that so many agents can cost. AGENTS is how many.
+func TestScale(t *testing.T) {
+	if os.Getenv("LAMEDUCK_BIN") == "" {
+		t.Fatal("LAMEDUCK_BIN is not set: programs with the race detector are not to be measured")
+	}
+	agents := 1000
+	if text := os.Getenv("AGENTS"); text != "" {
+		var err error
+		agents, err = strconv.Atoi(text)
+		must(t, err)
+	}
+	s := harness.Stage(t, cluster.Options{}, stage.Options{WebhookArgs: []string{"--log-level=info"}})
+	config := s.Cluster.Config()
+	config.WarningHandler = rest.NoWarnings{}
+	kube, err := kubernetes.NewForConfig(config)
+	must(t, err)
+	m := measured{s, t}
+
+	ns, off := harness.Namespace(t, s.Kube, "scale", nil), harness.Namespace(t, s.Kube, "off",
+		map[string]string{"lameduck.io/mode": "off"})
+	pods := s.PaperPods(t, ns, 20+200+1000+100+400+300)
+	unprotected := s.PaperPods(t, off, 20+200+1000)
+	take := func(n int) (some []*corev1.Pod) { some, pods = pods[:n], pods[n:]; return some }
+	f := newFleet(t, s, "paper-"+ns, agents)
+	m.agents("expected", agents)
+	storm := newStorm(t, s)
+	before := m.resident()
+
+	cpu := m.cpu()
+	f.start(t.Context(), []drain.Route{{Service: drain.Service{Namespace: ns, Name: "web"}, Via: drain.Endpoints,
+		Kind: drain.Directed, Granularity: drain.PerRequest}})
+	connected := m.agents("connected", agents)
+	t.Logf("all %d agents connected for the first time after %.1f s; the coordinator took %.2f s of CPU", agents,
+		connected.Seconds(), m.cpu()-cpu)
+
+	const quiet = 15 * time.Second
+	cpu, bytes := m.cpu(), f.bytes()
+	time.Sleep(quiet) // a time without drains is what is measured
+	idle, idleBytes := (m.cpu()-cpu)/quiet.Seconds(), (f.bytes()-bytes)/quiet.Seconds()
+	perAgent := (m.resident() - before) / float64(agents)
+	t.Logf("idle: %.1f MiB before, %.1f KiB for each agent, %.1f %% of a core, %.0f bytes a second for each agent",
+		before/1024, perAgent, 100*idle, idleBytes/float64(agents))
+	if perAgent > mostPerAgent {
+		t.Errorf("each agent takes %.1f KiB of the coordinator's memory, want %d at most", perAgent, mostPerAgent)
+	}
+
+	// row measures deletions while also does something else.
+	row := func(name string, rate, n int, also func(ctx context.Context) string) (p50 float64) {
+		acknowledged := `lameduck_admission_answers_total{answer="allow",operation="delete",` +
+			`reason="Acknowledged",role="opener"}`
+		some := take(n)
+		ctx, stop := context.WithCancel(t.Context())
+		var beside sync.WaitGroup
+		var said string
+		if also != nil {
+			beside.Go(func() { said = also(ctx) })
+		}
+		former, _ := m.series("lameduck_admission_answers_total{")
+		cpu, bytes, had, began := m.cpu(), f.bytes(), m.must(acknowledged), time.Now()
+		took := deletions(t, kube, some, rate)
+		lasted := time.Since(began).Seconds()
+		cpu, bytes, had = m.cpu()-cpu-idle*lasted, f.bytes()-bytes-idleBytes*lasted, m.must(acknowledged)-had
+		stop()
+		beside.Wait()
+		t.Logf("| %s | %d | p50 %.1f ms, p99 %.1f ms | %.1f ms of CPU a drain | %.0f bytes a drain and agent | "+
+			"%.0f acknowledged in %.1f s, %.0f MiB resident %s %v", name, n, quantile(took, 0.5), quantile(took, 0.99),
+			1000*cpu/float64(n), bytes/float64(n)/float64(agents), had, lasted, m.resident()/1024, said,
+			m.answers(former))
+		if had < 0.95*float64(n) && also == nil {
+			t.Errorf("%.0f of %d deletions were acknowledged", had, n)
+		}
+		if bytes/float64(n)/float64(agents) > mostBytes {
+			t.Errorf("a drain takes %.0f bytes for each agent, want %.0f at most", bytes/float64(n)/float64(agents),
+				mostBytes)
+		}
+		return quantile(took, 0.5)
+	}
+	for _, of := range []struct{ rate, n int }{{1, 20}, {10, 200}, {100, 1000}} {
+		floor := deletions(t, kube, unprotected[:of.n], of.rate)
+		unprotected = unprotected[of.n:]
+		t.Logf("| no webhook, %d a second | %d | p50 %.1f ms, p99 %.1f ms |", of.rate, of.n, quantile(floor, 0.5),
+			quantile(floor, 0.99))
+		p50 := row(fmt.Sprintf("%d a second", of.rate), of.rate, of.n, nil)
+		if of.rate == 1 && p50 > quantile(floor, 0.5)+mostSlower {
+			t.Errorf("a deletion takes %.1f ms, and %.1f ms without a webhook", p50, quantile(floor, 0.5))
+		}
+	}
+	row("5 a second, EndpointSlice storm", 5, 100, func(ctx context.Context) string {
+		began := time.Now()
+		changes := storm.run(ctx, 500)
+		return fmt.Sprintf("with %.0f changes a second", float64(changes)/time.Since(began).Seconds())
+	})
+
+	bare := floor(t, s, agents)
+	m.restart(kube, take(400), agents, bare)
+}
+
+// restart kills the coordinator and waits until all agents are back, while pods are deleted.
+func (m measured) restart(kube kubernetes.Interface, pods []*corev1.Pod, agents int, bare time.Duration) {
+	t := m.t
+	coordinators, err := m.s.Pods(t.Context(), stage.System, "app.kubernetes.io/component=webhook")
+	must(t, err)
+	var all sync.WaitGroup
+	ctx, stop := context.WithCancel(t.Context())
+	var mu sync.Mutex
+	var took []time.Duration
+	deleting := make(chan struct{})
+	go func() {
+		defer close(deleting)
+		ticker := time.NewTicker(200 * time.Millisecond)
+		defer ticker.Stop()
+		for _, pod := range pods {
+			select {
+			case <-ctx.Done():
+				return
+			case <-ticker.C:
+			}
+			all.Go(func() {
+				began := time.Now()
+				err := kube.CoreV1().Pods(pod.Namespace).Delete(t.Context(), pod.Name, metav1.DeleteOptions{
+					Preconditions: &metav1.Preconditions{UID: new(types.UID(pod.UID))}})
+				mu.Lock()
+				defer mu.Unlock()
+				if took = append(took, time.Since(began)); err != nil {
+					t.Errorf("deletion of %s after %s: %v", pod.Name, time.Since(began), err)
+				}
+			})
+		}
+	}()
+	must(t, m.s.Signal(&coordinators[0], "webhook", syscall.SIGKILL))
+	harness.Until(t, time.Minute, "the coordinator runs again", func() bool {
+		n, ok := m.metric(`lameduck_agents{state="connected"}`)
+		return ok && int(n) < agents
+	})
+	back := m.agents("connected", agents)
+	cpu := m.cpu()
+	stop()
+	<-deleting
+	all.Wait()
+	t.Logf("restart: all %d agents are back %.1f s after the coordinator answers, which took %.2f s of CPU; bare TLS "+
+		"connections and a line: %.2f s (%.1fx); %d deletions meanwhile: p50 %.1f ms, p99 %.1f ms", agents,
+		back.Seconds(), cpu, bare.Seconds(), back.Seconds()/bare.Seconds(), len(took), quantile(took, 0.5),
+		quantile(took, 0.99))
+	if limit := mostBack * time.Duration(max(1, agents/1000)); back > limit {
+		t.Errorf("want all back within %s", limit)
+	}
+}
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}

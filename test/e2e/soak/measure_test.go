@@ -1,0 +1,174 @@
+//go:build long
+
+package soak
+
+import (
+	"bufio"
+	"bytes"
+	"fmt"
+	"math"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+)
+
+// process is one that is measured.
+type process struct {
+	name, metrics string
+	pid           int
+	// journal is its file, or empty.
+	journal string
+	samples []sample
+}
+
+// sample is what a process takes after so many lives.
+type sample struct {
+	lives                                          int
+	at                                             time.Time
+	rss, heap, goroutines, descriptors, exclusions float64
+}
+
+// quantity is something that is measured. slope is the most that a life may add permanently, limit what
+// a process may have more when it is idle again: connections that are kept open for a while, or a
+// timer. Memory has no limit, because maps do not shrink.
+type quantity struct {
+	name         string
+	slope, limit float64
+	// remembers: what is remembered of deleted pods is part of it.
+	remembers bool
+	of        func(sample) float64
+}
+
+var quantities = []quantity{
+	{"resident bytes", 20, math.Inf(1), true, func(s sample) float64 { return s.rss }},
+	{"live heap, bytes", 20, math.Inf(1), true, func(s sample) float64 { return s.heap }},
+	{"goroutines", 0.001, 15, false, func(s sample) float64 { return s.goroutines }},
+	{"descriptors", 0.001, 15, false, func(s sample) float64 { return s.descriptors }},
+	{"journal, bytes", 5, 1000, true, func(s sample) float64 { return s.exclusions }},
+}
+
+// take measures a process.
+func (p *process) take(t *testing.T, lives int) sample {
+	t.Helper()
+	s := sample{lives: lives, at: time.Now()}
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.pid))
+	must(t, err)
+	for line := range strings.Lines(string(status)) {
+		if text, found := strings.CutPrefix(line, "VmRSS:"); found {
+			_, err := fmt.Sscan(text, &s.rss)
+			must(t, err)
+			s.rss *= 1024
+		}
+	}
+	open, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", p.pid))
+	must(t, err)
+	s.descriptors = float64(len(open))
+	if info, err := os.Stat(p.journal); err == nil {
+		s.exclusions = float64(info.Size())
+	}
+	s.goroutines = p.metric(t, "go_goroutines")
+	// The next collection begins when the heap is twice what the last one left, with GOGC=100.
+	s.heap = p.metric(t, "go_memstats_next_gc_bytes") / 2
+	return s
+}
+
+// metric is the sum of all series whose name and labels begin so.
+func (p *process) metric(t *testing.T, series string) (sum float64) {
+	t.Helper()
+	response, err := http.Get(p.metrics)
+	must(t, err)
+	defer response.Body.Close()
+	for lines := bufio.NewScanner(response.Body); lines.Scan(); {
+		if rest, found := strings.CutPrefix(lines.Text(), series); found {
+			value, err := strconv.ParseFloat(rest[strings.LastIndexByte(rest, ' ')+1:], 64)
+			must(t, err)
+			sum += value
+		}
+	}
+	return sum
+}
+
+// journalOf returns the file of an agent's exclusions: its volume is in its environment.
+func journalOf(t *testing.T, pid int) string {
+	t.Helper()
+	environment, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))
+	must(t, err)
+	for variable := range bytes.SplitSeq(environment, []byte{0}) {
+		if dir, found := bytes.CutPrefix(variable, []byte("VOLUME_STATE=")); found {
+			return filepath.Join(string(dir), "exclusions.json")
+		}
+	}
+	return ""
+}
+
+// batches are what the samples are averaged to before the fit. A garbage collector's cycle lasts
+// for several samples, so their errors are not independent; those of batches nearly are.
+const batches = 20
+
+// fit returns the slope of a quantity over lives from first on, and its standard error. What is
+// remembered of the pods that were deleted within memory is no slope: if the rate changes, so does
+// their number, and what depends on that alone is taken out of the fit.
+func fit(samples []sample, first int, memory time.Duration, of func(sample) float64) (slope, stderr float64) {
+	last := samples[len(samples)-1].lives
+	var n [batches]float64
+	x, y, remembered := make([]float64, batches), make([]float64, batches), make([]float64, batches)
+	former := 0
+	for _, s := range samples {
+		for s.at.Sub(samples[former].at) > memory {
+			former++
+		}
+		if s.lives >= first {
+			b := min(batches-1, (s.lives-first)*batches/max(1, last-first))
+			n[b]++
+			x[b] += (float64(s.lives) - x[b]) / n[b]
+			y[b] += (of(s) - y[b]) / n[b]
+			remembered[b] += (float64(s.lives-samples[former].lives) - remembered[b]) / n[b]
+		}
+	}
+	for b := batches - 1; b >= 0; b-- { // a short form may have fewer samples than batches
+		if n[b] == 0 {
+			x, y, remembered = slices.Delete(x, b, b+1), slices.Delete(y, b, b+1), slices.Delete(remembered, b, b+1)
+		}
+	}
+	x, y = without(x, remembered), without(y, remembered)
+	slope = dot(x, y) / dot(x, x)
+	for i := range x {
+		y[i] -= slope * x[i]
+	}
+	return slope, math.Sqrt(dot(y, y) / float64(len(x)-3) / dot(x, x))
+}
+
+// without returns what of y, around its mean, is not proportional to z.
+func without(y, z []float64) []float64 {
+	y, z = centered(y), centered(z)
+	if slope := dot(z, y) / dot(z, z); dot(z, z) > 0 {
+		for i := range y {
+			y[i] -= slope * z[i]
+		}
+	}
+	return y
+}
+
+func centered(all []float64) []float64 {
+	var mean float64
+	for _, v := range all {
+		mean += v / float64(len(all))
+	}
+	all = slices.Clone(all)
+	for i := range all {
+		all[i] -= mean
+	}
+	return all
+}
+
+func dot(x, y []float64) (sum float64) {
+	for i := range x {
+		sum += x[i] * y[i]
+	}
+	return sum
+}
