@@ -59,11 +59,11 @@ const (
 	askTimeout      = 5 * time.Second
 	// The questions in a second and at once: of strangers, of operators who look at the page, of
 	// all agents and about rights, and of one agent (one a second). With the webhook's own limit of
-	// 50 requests a second strangers leave room for all others.
+	// 150 requests a second strangers leave room for all others.
 	strangersRate  = 20
 	strangersBurst = 50
 	operatorsRate  = 5
-	agentsRate     = 40
+	agentsRate     = 100
 	agentsBurst    = 100
 	oneBurst       = 5
 	// Those of another replica: as many calls as the API server has seats may be the first with a

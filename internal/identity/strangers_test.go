@@ -1,9 +1,11 @@
 package identity
 
 import (
+	"context"
 	"encoding/base64"
 	"fmt"
 	"math/rand/v2"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -73,6 +75,41 @@ func TestMadeUpTokensDoNotKeepNewTokensOut(t *testing.T) {
 			})
 		}
 	}
+}
+
+// A replica has started, and all agents come at once. Each gives its request up after 5 s, of which
+// the TLS handshake takes 1 s here, and tries again after a pause of 2 s at most. All are let in at
+// the rate of the lane, and are not kept in a line that is longer than they wait.
+func TestAThousandAgentsAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const agents = 1000
+		s := newAPIServer(t)
+		var expected []drain.Expected
+		for n := range agents {
+			expected = append(expected, drain.Expected{ID: drain.AgentID(fmt.Sprint("uid-", n))})
+		}
+		s.Expect(expected)
+		began := time.Now()
+		var all sync.WaitGroup
+		for n := range agents {
+			all.Go(func() {
+				for time.Since(began) < 2*time.Minute {
+					ctx, cancel := context.WithTimeout(t.Context(), 4*time.Second)
+					_, err := s.Authenticate(ctx, tokenOf(fmt.Sprint("uid-", n), n))
+					cancel()
+					if err == nil {
+						return
+					}
+					time.Sleep(time.Second + rand.N(time.Second))
+				}
+				t.Errorf("agent %d is not let in", n)
+			})
+		}
+		all.Wait()
+		if took := time.Since(began); took > 15*time.Second {
+			t.Errorf("the last one is let in after %s", took)
+		}
+	})
 }
 
 // A right that is taken ends within a minute, also for a token that was looked at a moment before.
