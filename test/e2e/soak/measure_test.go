@@ -33,9 +33,9 @@ type sample struct {
 	rss, heap, goroutines, descriptors, exclusions float64
 }
 
-// quantity is something that is measured. slope is the most that a life may add permanently, limit what
-// a process may have more when it is idle again: connections that are kept open for a while, or a
-// timer. Memory has no limit, because maps do not shrink.
+// quantity is something that is measured. slope is the most that a life may add permanently, limit
+// what a process may have more when it is idle again: connections that are kept open for a while,
+// or a timer. Memory has no limit, because maps do not shrink.
 type quantity struct {
 	name         string
 	slope, limit float64
