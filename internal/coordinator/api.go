@@ -42,14 +42,15 @@ const bodyTimeout = 5 * time.Second
 // noContent is the status of accepted reports in the metrics.
 const noContent = "204"
 
-// authTimeout is how long an Authenticator may take, twice what it waits for one answer.
+// authTimeout is the part of the read deadline of a request that is for its authentication: two
+// requests to the API server of 5 s each. It does not cancel the Authenticator.
 const authTimeout = 10 * time.Second
 
 // maxNamespaces bounds the namespaces in one declaration of an agent that has no right everywhere:
 // each is a question to the API server.
 const maxNamespaces = 100
 
-// Identity is the identity of an agent, which its token proves.
+// Identity is the identity of an agent, or of another replica, which its token proves.
 type Identity struct {
 	Agent drain.AgentID
 	// Name is namespace/name of its pod.
@@ -99,8 +100,8 @@ type route struct {
 	serve        func(*Coordinator, http.ResponseWriter, *http.Request, Identity) (any, error)
 }
 
-// routes is the whole API for agents. A result that is not nil is written as JSON; nil is 204,
-// unless the handler wrote itself.
+// routes is the whole API, for agents and for other replicas. A result that is not nil is written
+// as JSON; nil is 204, unless the handler has written the answer.
 var routes = []route{
 	{http.MethodGet, wire.StreamPath, agents, (*Coordinator).stream},
 	{http.MethodPost, wire.DeclarationsPath, agents, (*Coordinator).declare},
@@ -127,7 +128,7 @@ var errStale = refusal{http.StatusConflict, "the session is not this agent's pre
 // errWritten means that the handler has written its answer.
 var errWritten = errors.New("written")
 
-// Handler returns the API for agents.
+// Handler returns the API for agents and for the other replicas.
 func (c *Coordinator) Handler() http.Handler {
 	r := mux.NewRouter()
 	for _, row := range routes {

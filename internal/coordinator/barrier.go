@@ -22,7 +22,7 @@ const (
 	maxBarriers = 2048
 )
 
-// PodContext are what a replica knows of a pod whose barrier is asked for.
+// PodContext is what a replica's cache has about a pod whose barrier is asked for.
 type PodContext struct {
 	// Known: there is such a pod, with this UID. Terminating: it has a deletionTimestamp in the
 	// cache.

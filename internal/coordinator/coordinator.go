@@ -1,12 +1,12 @@
-// Package coordinator runs the ledger of one webhook replica: it blocks admission calls until their
-// drain is released, streams drains to agents, receives their reports, and asks the API server
-// about drains that no call asks for any more.
+// Package coordinator runs the ledger of one webhook replica. It blocks admission calls until their
+// drain is released, streams drains to agents, and receives their reports. It also answers the
+// other replicas, and reads pods of abandoned drains from the API server.
 //
-// A mutex guards the ledger. It is never held while anything is sent, read, logged or waited for. A
-// caller that waits for a pod waits on a channel, which is closed when something may have changed
-// for the pod, and then reads the ledger again. An agent's stream is woken through a channel of
-// size one, and then sends everything that changed since it last sent. All decisions are in [Core],
-// which has neither locks nor I/O; package admission decides what calls to hold.
+// A mutex protects the ledger. It is never held during network I/O, logging or waiting. A caller
+// that waits for a pod waits on a channel, which is closed when something may have changed for the
+// pod, and then reads the ledger again. An agent's stream is woken through a channel of size one,
+// and then sends everything that changed since it last sent. [Core] makes all decisions, and has
+// neither locks nor I/O. Package admission decides which calls to hold.
 package coordinator
 
 import (
@@ -70,7 +70,8 @@ var ErrStopping = errors.New("this replica is shutting down")
 
 // Options are what a Coordinator needs besides its ledger.
 type Options struct {
-	// MaxHolds bounds the calls that wait simultaneously.
+	// MaxHolds bounds the calls that wait simultaneously. It must be positive: with 0 no call
+	// waits.
 	MaxHolds int
 	// MaxHoldsPerOwner bounds the waiting calls for pods of one owner, so that one rollout does not
 	// use up all of them. 0: no bound but MaxHolds.
@@ -78,8 +79,8 @@ type Options struct {
 	Pods             Pods
 	// PodContexts is asked at the barrier.
 	PodContexts PodContexts
-	// Scope is which agents are asked there, Sampling when only a sample is; the zero value is the
-	// default. MaxBarriers bounds the waiting hooks. 0: 2048.
+	// Scope and Sampling choose which nodes are asked at the barrier; the zero Sampling is
+	// [drain.DefaultSampling]. MaxBarriers bounds the hooks that wait. 0: 2048.
 	Scope       drain.Scope
 	Sampling    drain.Sampling
 	MaxBarriers int
@@ -236,9 +237,9 @@ type Request struct {
 }
 
 // Drain opens a drain of a pod or joins the open one, and waits until it is released or closed, or
-// until the time until. It returns the status at that moment. Also with an error (ErrTooManyHolds,
-// ErrStopping, the context's) the status is valid and the drain continues, but the caller must not
-// take the return for permission to delete.
+// until the time until. It returns the status at that moment, and whether the call waited. An error
+// is ErrTooManyHolds, ErrStopping or that of the context. The status is then valid too and the
+// drain continues, but the call must not be allowed.
 func (c *Coordinator) Drain(
 	ctx context.Context, request Request, until time.Time,
 ) (status drain.Status, held bool, err error) {

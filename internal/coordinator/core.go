@@ -153,8 +153,8 @@ func (c *Core) observe(s drain.Status) {
 // rechecks.
 func (c *Core) Stop() { c.stopped = true }
 
-// Tick is due every [Tick]. It returns the pods of drains that no call has asked for lately, and
-// those of barriers that are overdue, limited to those that should be read now.
+// Tick must be called every [Tick]. It returns the pods to read now, at most 50 of each: those of
+// drains that no call has asked for lately, and those of overdue barriers.
 func (c *Core) Tick(now time.Time) (pods, over []drain.Pod) {
 	pods, over = c.Ledger.Tick(now)
 	c.dropTurns(now)
@@ -211,8 +211,8 @@ func (c *Core) Deleted(now time.Time, uid drain.UID) {
 	c.cut(now, drain.AgentID(uid), podDeleted)
 }
 
-// Ready records that a pod became ready at a time. If gateways had excluded it for a restart before
-// that, it is routed again. It reports whether that was so.
+// Ready records that a pod became ready at a time. It ends the drain of a restart that began
+// earlier, so that agents route to the pod again, and reports whether there was one.
 func (c *Core) Ready(now time.Time, uid drain.UID, at time.Time) bool {
 	delete(c.deleted, uid) // the list without it was stale
 	return c.Ledger.ReadyAgain(now, uid, at)
@@ -390,7 +390,7 @@ func (c *Core) Polled(now time.Time, states []wire.Replica, adopt bool) {
 	c.Ledger.Polled(now, others, adopt)
 }
 
-// Turn is whether a call may wait, or that this replica decides it.
+// Turn states whether a call may wait, and which replica decided that.
 type Turn uint8
 
 const (
@@ -529,9 +529,10 @@ func (c *Core) Declare(id drain.AgentID, d wire.Declaration) (declared wire.Decl
 	return wire.Declared{Declared: s.declared}, nil
 }
 
-// Taken is the effect of a line of reports.
+// Taken is the result of [Core.Report].
 type Taken struct {
-	// AsOf is when the last message that the agent had read before it reported was written.
+	// AsOf is the time as of which the reports count: when this replica wrote the last message that
+	// the agent had processed.
 	AsOf time.Time
 	// News: a report differs from before. Reached are the states that gateways reached for the
 	// first time, valid until the next step.

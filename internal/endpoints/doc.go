@@ -7,7 +7,7 @@
 // of a pod, the Services that list it ([Index.Pod]); of a port that is followed ([Index.Follow]),
 // what each event changes.
 //
-// What an event costs follows what it changes. A slice that arrives again costs a walk over it,
-// beside the one before; only what differs there is counted in or out, and only what then differs
-// for a port, all slices together, is told.
+// The cost of an event depends on its slice, not on the size of the index. A slice is compared with
+// its former version, and only the endpoints that differ are counted. Of these, only targets whose
+// merged state differs are returned.
 package endpoints

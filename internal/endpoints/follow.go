@@ -47,9 +47,8 @@ func (t *tally) change() health.Change {
 	}
 }
 
-// Follow makes Apply and Delete tell what changes for a port. An endpoint without a pod, as
-// of a Service without a selector, is told with the UID "": its address is all that it is known by.
-// Call Follow before the first slice.
+// Follow makes Apply and Delete return the changes of a port. An endpoint without a pod, such as
+// one of a Service without a selector, has the UID "". Follow panics if a slice was applied before.
 func (x *Index) Follow(p Port) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -94,7 +93,7 @@ func (x *Index) changes(of types.NamespacedName, before *slice) []PortChange {
 	return all
 }
 
-// settle returns the targets whose word has changed, and forgets those that are gone.
+// settle returns the targets whose state has changed, and forgets those that are no longer listed.
 func (v *view) settle() []health.Change {
 	var changes []health.Change
 	for _, t := range v.touched {

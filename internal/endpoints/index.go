@@ -97,15 +97,15 @@ func NewIndex() *Index {
 	}
 }
 
-// Apply takes in a slice that was added or changed, and returns what that changes for the ports
-// that are followed. A slice that belongs to no Service is not indexed.
+// Apply adds or replaces a slice, and returns the changes of the followed ports. A slice that
+// belongs to no Service is not indexed.
 func (x *Index) Apply(now time.Time, s *discovery.EndpointSlice) []PortChange {
 	of, listed := ServiceOf(s)
 	return x.take(now, types.NamespacedName{Namespace: s.Namespace, Name: s.Name}, s, of, listed)
 }
 
-// Delete takes in that a slice was deleted, and returns what that changes for the ports that are
-// followed. Only the slice's namespace and name are looked at.
+// Delete removes a slice, and returns the changes of the followed ports. It uses only the slice's
+// namespace and name.
 func (x *Index) Delete(now time.Time, s *discovery.EndpointSlice) []PortChange {
 	return x.take(now, types.NamespacedName{Namespace: s.Namespace, Name: s.Name}, nil, types.NamespacedName{}, false)
 }
@@ -263,16 +263,15 @@ func (x *Index) leave(now time.Time) {
 	x.leaving = slices.Delete(x.leaving, 0, old)
 }
 
-// Listing is how one Service lists a pod: of several slices and addresses, the most favourable
-// word.
+// Listing is how one Service lists a pod, merged over its slices and addresses.
 type Listing struct {
 	Service types.NamespacedName
-	// Ready is what consumers route by. With publishNotReadyAddresses it is true whatever the pod's
-	// condition.
+	// Ready reports whether one endpoint of the pod is ready, which consumers route by. With
+	// publishNotReadyAddresses it is true whatever the pod's condition.
 	Ready bool
-	// Terminating: one slice says so.
+	// Terminating reports whether one endpoint of the pod is terminating.
 	Terminating bool
-	// Left says that the Service stopped listing the pod less than Linger ago.
+	// Left reports whether the Service stopped listing the pod, less than Linger ago.
 	Left bool
 }
 
@@ -300,8 +299,8 @@ func (x *Index) Pod(now time.Time, namespace string, uid health.UID) []Listing {
 	return listings
 }
 
-// Usable returns the pods of a Service that are ready and not terminating, sorted. An endpoint
-// without a pod has the UID "".
+// Usable returns the pods of a Service that are ready and not terminating, sorted. All its
+// endpoints without a pod are one entry, "".
 func (x *Index) Usable(service types.NamespacedName) []health.UID {
 	x.mu.RLock()
 	defer x.mu.RUnlock()
@@ -359,8 +358,8 @@ func read(s *discovery.EndpointSlice, e *discovery.Endpoint) (r endpoint, ok boo
 	return endpoint{uid: PodOf(s, e), addr: addr, ready: isReady(e), terminating: isTerminating(e)}, true
 }
 
-// PodOf returns the pod that an endpoint of a slice is, or "" if it is none of the slice's
-// namespace.
+// PodOf returns the UID of the pod behind an endpoint, or "" if there is none in the namespace of
+// the slice.
 func PodOf(s *discovery.EndpointSlice, e *discovery.Endpoint) health.UID {
 	ref := e.TargetRef
 	if ref == nil || ref.Kind != "Pod" || ref.Namespace != "" && ref.Namespace != s.Namespace {
@@ -374,7 +373,7 @@ func PodOf(s *discovery.EndpointSlice, e *discovery.Endpoint) health.UID {
 func isReady(e *discovery.Endpoint) bool       { return ptr.Deref(e.Conditions.Ready, true) }
 func isTerminating(e *discovery.Endpoint) bool { return ptr.Deref(e.Conditions.Terminating, false) }
 
-// same says whether two endpoints of a slice are read alike.
+// same reports whether two endpoints of a slice mean the same to the index.
 func same(s *discovery.EndpointSlice, a, b *discovery.Endpoint) bool {
 	if len(a.Addresses) == 0 || len(b.Addresses) == 0 {
 		return len(a.Addresses) == len(b.Addresses)
@@ -383,8 +382,7 @@ func same(s *discovery.EndpointSlice, a, b *discovery.Endpoint) bool {
 		isTerminating(a) == isTerminating(b)
 }
 
-// samePorts says whether two versions of a slice have the same ports, and addresses of the same
-// type.
+// samePorts reports whether two versions of a slice have the same ports and address type.
 func samePorts(a, b *discovery.EndpointSlice) bool {
 	if a.AddressType != b.AddressType || len(a.Ports) != len(b.Ports) {
 		return false

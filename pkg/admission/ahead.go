@@ -13,11 +13,11 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Ahead is Slices in which a pod is not the last usable target of a Service while another pod is
-// ready that its EndpointSlices do not list yet. Controllers delete a pod as soon as its
-// replacement is ready, and may see that before this replica sees the slice. Without the other pod,
-// the deletion would not wait, although gateways still have to learn where to send instead. A pod
-// that has been ready for [endpoints.Linger] without being listed does not count.
+// Ahead is a [Slices] that adds to the usable targets of a Service the ready pods that its
+// EndpointSlices do not list yet, if there is only one target otherwise. Controllers delete a pod
+// as soon as its replacement is ready, and may see that before this replica sees the slice. Without
+// the other pod, the deletion would not wait, although gateways still have to learn where to send
+// instead. A pod that has been ready for [endpoints.Linger] without being listed does not count.
 type Ahead struct {
 	Slices
 	// Reader is a cache of pods and Services.

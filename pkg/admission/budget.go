@@ -22,17 +22,17 @@ const mostDisrupted = 2000
 type room struct {
 	// refusal is why it does not, in the API server's words. Empty: it does.
 	refusal string
-	// broken says that the API server will refuse it by itself and with another code than 429,
-	// whatever is answered here.
+	// broken: the API server refuses the eviction by itself, with another code than 429, whatever
+	// the answer is.
 	broken bool
 }
 
 // budget reports whether the pod's PodDisruptionBudget allows its eviction, by the rules that the
 // API server applies after the webhooks
 // (k8s.io/kubernetes/pkg/registry/core/pod/storage/eviction.go, 1.36). Other pods of the budget
-// that have an open drain count as used: they are disruptions that the budget's controller has not
-// seen yet, deletions too. ahead returns how many have one, or -1 if the budget allows one more:
-// [Ledger.Ahead] or [Ledger.ClaimWithin]. Only the opener calls it: see package peers.
+// that have an open drain count as disrupted, deletions included: the budget's controller has not
+// counted them yet. ahead is [Ledger.Ahead] or [Ledger.ClaimWithin]. It returns how many such pods
+// there are, or -1 if the budget allows one more. Only the opener calls it: see package peers.
 func (c *Cluster) budget(ctx context.Context, pod *corev1.Pod, ready bool,
 	ahead func(others []drain.UID, allowed int) int) (room, error) {
 	of, err := c.budgetsOf(ctx, pod)

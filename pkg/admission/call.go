@@ -30,9 +30,9 @@ const (
 	NextAsk
 )
 
-// Call is a review of a deletion as steps. It has no goroutine, timer or clock: its caller carries
-// out what Next says, and hands in what came of it and the time. [Handler] does that for the API
-// server, and the simulation on virtual time.
+// Call is a review of a deletion, as steps. It has no goroutine, timer or clock. Its caller carries
+// out what Next requests, and passes the result and the time to the method that [Next] names.
+// [Handler] drives calls for the API server, the simulation on virtual time.
 type Call struct {
 	Next Next
 	// At and Until are the times of Next.
@@ -41,7 +41,8 @@ type Call struct {
 	Outcome
 	// End is when a call that is held is answered at the latest.
 	End time.Time
-	// Status is that of the drain, as far as it was waited for, Err why the wait ended.
+	// Status is the last status of the drain, if the call has waited for it. Err is the error that
+	// ended the wait.
 	Status drain.Status
 	Err    error
 
@@ -54,11 +55,12 @@ type Call struct {
 	holding, waited bool
 }
 
-// Outcome is a verdict carried out.
+// Outcome is the answer to a review.
 type Outcome struct {
 	Allowed bool
 	Reason  string
-	// Message is for operators: why not, or what was abnormal.
+	// Message is for operators: why the deletion was denied, or what was abnormal. Warn: it is a
+	// warning of an allowed deletion. RetryAfter 0: the answer has none.
 	Message    string
 	Warn       bool
 	RetryAfter time.Duration
@@ -67,8 +69,9 @@ type Outcome struct {
 	Budget string
 }
 
-// Review begins a call about a pod: old is what the API server is about to delete, nil for an
-// eviction. timeout is how long it waits.
+// Review begins a call about a pod, for the simulation. began is when the review arrived. old is
+// the pod as the API server would delete it, nil for an eviction. grace is the grace period of the
+// request, nil if it has none. timeout is how long the API server waits.
 func (h *Handler) Review(ctx context.Context, began time.Time, operation Operation, pod drain.Pod, old *corev1.Pod,
 	grace *int64, timeout time.Duration) *Call {
 	return h.call(ctx, began, &request{operation: operation, namespace: pod.Namespace, name: pod.Name, pod: old,
@@ -109,8 +112,8 @@ func (c *Call) Claim(now time.Time) wire.Claim {
 	return claim
 }
 
-// Claimed records the opener's answer. witnesses is false if this replica is the opener, or must
-// act as one.
+// Claimed records the answer of the opener. witnesses is the second result of [Others.Claim]: false
+// if this replica is the opener, or if no replica before it answers.
 func (c *Call) Claimed(ctx context.Context, now time.Time, claimed wire.Claimed, witnesses bool) {
 	switch {
 	case witnesses:

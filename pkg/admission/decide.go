@@ -38,8 +38,8 @@ type Facts struct {
 	Unknown bool
 	// Terminating: the pod has a deletionTimestamp.
 	Terminating bool
-	// Finished: phase Succeeded or Failed. NotRunning: Pending or not scheduled. Mirror: a static
-	// pod's image in the API.
+	// Finished: phase Succeeded or Failed. NotRunning: Pending or not scheduled. Mirror: the mirror
+	// pod of a static pod.
 	Finished, NotRunning, Mirror bool
 	// ByNode: the caller is in group system:nodes.
 	ByNode bool
@@ -49,20 +49,22 @@ type Facts struct {
 	// NamespaceTerminating: the pod's namespace is being deleted, or this is its controller's
 	// DELETECOLLECTION.
 	NamespaceTerminating bool
-	// DisruptionTarget: the pod has that condition. NodeLost: its node is not ready, or out of
-	// service.
+	// DisruptionTarget: the pod has that condition. NodeLost: its node is not ready, out of
+	// service, or not in the cache.
 	DisruptionTarget, NodeLost bool
 
 	// Cold: caches have not synced. Up is how long this replica has run.
 	Cold bool
 	Up   time.Duration
 
-	// Listed: an EndpointSlice lists the pod, or did a moment ago. Ready: one lists it as ready.
+	// Listed: an EndpointSlice lists the pod, or did within the last 10 s (endpoints.Linger).
+	// Ready: one lists it as ready.
 	Listed, Ready bool
-	// NotReadyFor is how long the pod's own Ready condition has been false. Zero: it is true.
+	// NotReadyFor is how long the pod's Ready condition has been false. Zero: it is true. More than
+	// 10 s if the pod has no such condition.
 	NotReadyFor time.Duration
-	// Agents is how many are expected. CouldRoute: one that is expected or connected may route a
-	// Service of the pod.
+	// Agents is how many are expected. CouldRoute: a directed gateway, or one whose agent has not
+	// declared yet, may route a Service of the pod. See [drain.Ledger.CouldRoute].
 	Agents     int
 	CouldRoute bool
 
@@ -92,10 +94,11 @@ const (
 	Drain Action = "drain"
 )
 
-// Reason says which row of the table decided. It is a label of metrics: constants only.
+// Reason names the row of [Table] that decided. It is a metric label, so every value is a constant.
 type Reason string
 
-// The reasons of Decide, in the order of the table. Those of a drain's end are [drain.Reason]s.
+// The reasons of [Decide], one for each row of [Table], and those of a [Call]. The end of a drain
+// has a [drain.Reason].
 const (
 	DryRun               Reason = "DryRun"
 	Excluded             Reason = "Excluded"
@@ -179,7 +182,8 @@ type Verdict struct {
 type Row struct {
 	Reason Reason
 	When   func(Facts) bool
-	// Answer sets only Action, Unroute and Warn. Unroute applies only if the pod is routed.
+	// Answer sets only Action, Unroute and Warn. [Decide] clears Unroute if the pod is not ready,
+	// if no agent at the hold may route it, or in mode observe.
 	Answer Verdict
 	// Words describe When, as the end of a sentence: "it has finished".
 	Words string
@@ -194,8 +198,8 @@ var (
 	deny    = Verdict{Action: Deny}
 )
 
-// Table says whether a deletion must wait. The first row that matches wins, and the last one always
-// does. docs/how-it-works.md shows it, and the dashboard uses its words.
+// Table decides whether a deletion must wait. The first row that matches decides, and the last row
+// always matches. docs/how-it-works.md is generated from it, and the dashboard shows its Words.
 var Table = []Row{
 	{DryRun, func(f Facts) bool { return f.DryRun }, allow, "it is a dry run", nil},
 	{Excluded, func(f Facts) bool { return f.Excluded }, allow,
@@ -204,7 +208,8 @@ var Table = []Row{
 		"it, or its namespace, is labeled lameduck.io/mode: off", nil},
 	// The static pod keeps running, and the kubelet creates its mirror pod again. So this row comes
 	// before all that exclude the pod from gateways.
-	{MirrorPod, func(f Facts) bool { return f.Mirror }, allow, "it is the mirror of a static pod, which lives on", nil},
+	{MirrorPod, func(f Facts) bool { return f.Mirror }, allow,
+		"it is the mirror of a static pod, which continues to run", nil},
 	{BreakGlass, func(f Facts) bool { return f.BreakGlass }, unroute,
 		`it is annotated lameduck.io/break-glass: "true"`, nil},
 	// Its drain, if it had one, is closed, and agents learn of the deletion from EndpointSlices.
@@ -212,7 +217,8 @@ var Table = []Row{
 	{Finished, func(f Facts) bool { return f.Finished }, unroute, "it has finished: its phase is Succeeded or Failed",
 		nil},
 	{NotRunning, func(f Facts) bool { return f.NotRunning }, unroute, "it is Pending, or on no node", nil},
-	{ByNode, func(f Facts) bool { return f.ByNode }, unroute, "a kubelet asks: it has stopped already", nil},
+	{ByNode, func(f Facts) bool { return f.ByNode }, unroute,
+		"a kubelet deletes it: its containers have stopped already", nil},
 	{Forced, func(f Facts) bool { return f.Forced }, unroute, "the grace period is 0", nil},
 	{NamespaceTerminating, func(f Facts) bool { return f.NamespaceTerminating }, unroute,
 		"its namespace is being deleted", nil},
@@ -231,19 +237,21 @@ var Table = []Row{
 		return "deleted without asking gateways: Lameduck's webhook has had no view of the cluster since it started"
 	}},
 	{UnknownPod, func(f Facts) bool { return f.Unknown }, allow, "this replica does not know it", nil},
-	{NotListed, func(f Facts) bool { return !f.Listed }, allow, "no EndpointSlice lists it, or did in the last 10 s",
-		nil},
+	{NotListed, func(f Facts) bool { return !f.Listed }, allow,
+		"no EndpointSlice lists it now, or listed it in the last 10 s", nil},
 	{NoAgents, func(f Facts) bool { return !f.CouldRoute && f.Agents == 0 }, allow, "there is no agent to ask", nil},
-	{NotRouted, func(f Facts) bool { return !f.CouldRoute }, allow, "no agent's gateway routes its Services", nil},
+	{NotRouted, func(f Facts) bool { return !f.CouldRoute }, allow,
+		"no gateway that an agent directs routes its Services", nil},
 	{NotReady, func(f Facts) bool { return !f.Ready && f.NotReadyFor > longNotReady }, allow,
 		"it has not been ready for more than 10 s: gateways have stopped routing to it by themselves", nil},
 	{Budget, func(f Facts) bool { return f.Operation == Evict && f.Budget != "" }, deny,
-		"it is evicted, and its PodDisruptionBudget has no room, open drains counted; the opener judges it",
+		"it is evicted, and its PodDisruptionBudget allows no more, open drains included; the opener judges it",
 		func(f Facts) string { return violates + " " + f.Budget }},
 	{BudgetBroken, func(f Facts) bool { return f.Operation == Evict && f.BudgetBroken }, allow,
-		"the API server refuses it by itself: more than one PodDisruptionBudget selects it", nil},
+		"the API server refuses it by itself: several PodDisruptionBudgets select it, or the status of its budget is " +
+			"out of range", nil},
 	{CoolOff, func(f Facts) bool { return f.Refused >= coolOffAfter }, warn,
-		"gateways stopped routing to it twice within 10 min, and each time something else kept it",
+		"twice within 10 min gateways stopped routing to it and it was not deleted",
 		func(f Facts) string {
 			return fmt.Sprintf("deleted without asking gateways: they stopped routing to it %d times within "+
 				"%s, and each time something else kept the pod", f.Refused, RefusedWindow)

@@ -17,8 +17,8 @@ var ErrNoPod = errors.New("no such pod")
 // ErrCold is returned by [Cluster.Explain] while the cluster is not known yet.
 var ErrCold = errors.New("this replica does not know the cluster yet")
 
-// Explanation is what a deletion or eviction of a pod would be answered now, with the facts
-// that the answer rests on.
+// Explanation is the answer that a deletion or eviction of a pod would get now, with the facts that
+// it depends on.
 type Explanation struct {
 	// Pod belongs to the cache.
 	Pod     *corev1.Pod

@@ -53,8 +53,8 @@ type Ledger interface {
 type Standings interface {
 	Expecting() (expected, missing int)
 	CouldRoute(services []drain.Service) bool
-	// Pod reports whether a pod is being drained, and how many of its drains were released although
-	// it was not deleted.
+	// Pod returns the standing of a pod: its drain, and when drains of it were allowed although it
+	// was not deleted.
 	Pod(uid drain.UID) drain.Standing
 }
 
@@ -75,7 +75,7 @@ type Coverage interface {
 // liveRead bounds a read from Cluster.Live. It counts toward the hold.
 const liveRead = time.Second
 
-// Cluster is where facts come from.
+// Cluster collects [Facts] from caches, EndpointSlices and the ledger.
 type Cluster struct {
 	// Reader is a cache. It is asked on every deletion, and must not do I/O.
 	Reader client.Reader
@@ -306,8 +306,9 @@ func (c *Cluster) ofNode(ctx context.Context, name string, f *Facts) error {
 	return nil
 }
 
-// OfRouting reads which Services list the pod, who may route them, and who else could take its
-// traffic. It returns the Services with their usable targets, nil if no agent routes one of them.
+// OfRouting sets the facts about routing: the Services that list the pod, whether an agent at the
+// hold may route them, and whether another pod could take the traffic. It returns the Services with
+// their usable targets, nil if no such agent routes one of them.
 func (f *Facts) OfRouting(now time.Time, from Slices, ledger Standings, pod drain.Pod) (all []drain.Targets) {
 	listings := from.Pod(now, pod.Namespace, pod.UID)
 	f.Listed = len(listings) > 0

@@ -19,9 +19,9 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
-// A replica that stops allows a call if another one was asked about the same pod since SameCall
-// before the call began. It looks every AbstainEvery, for AbstainWithin: calls to several replicas
-// do not arrive at once.
+// A replica that stops allows its call if the API server also asked another replica about the pod,
+// no earlier than SameCall before the call began. It asks the others every AbstainEvery for
+// AbstainWithin, because the calls of one deletion do not arrive at the same moment.
 const (
 	AbstainWithin = 500 * time.Millisecond
 	AbstainEvery  = 50 * time.Millisecond
@@ -31,7 +31,7 @@ const (
 // LookAround is how often a held call looks whether its pod has become the last of a Service.
 const LookAround = 250 * time.Millisecond
 
-// Events tells operators about a pod. It must not block.
+// Events records Events about pods. It must not block. reason is in CamelCase.
 type Events interface {
 	Event(pod *corev1.Pod, warning bool, reason, message string)
 }
@@ -49,13 +49,14 @@ type Handler struct {
 	Others Others
 }
 
-// Others are the other replicas, as [peers.Peers] knows them.
+// Others are the other replicas. Peers in internal/peers implements it.
 type Others interface {
 	// Opener reports whether this replica decides what takes capacity.
 	Opener() bool
-	// Claim asks the opener about a deletion. ok is false if this replica is the opener.
+	// Claim asks the opener about a deletion. ok is false if this replica is the opener, or if no
+	// replica before it answers.
 	Claim(ctx context.Context, claim wire.Claim) (claimed wire.Claimed, ok bool)
-	// Asked reports whether the API server has asked another replica about the pod within the last
+	// Asked reports whether the API server has asked another replica about the pod within the given
 	// time.
 	Asked(ctx context.Context, pod drain.Pod, within time.Duration) bool
 }

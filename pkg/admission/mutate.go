@@ -19,15 +19,15 @@ import (
 	"github.com/lameduck-io/lameduck/internal/keys"
 )
 
-// What a pod with the barrier carries, for the agent of its node. Admission knows neither UID nor,
-// with generateName, a name of the pod: the hook names it by a random id.
+// Annotations of a pod with the barrier, which the node agent reads. At its creation a pod has no
+// UID and, with generateName, no name, so the hook identifies it by a random id.
 const (
 	BarrierIDAnnotation = keys.BarrierID
-	// BarrierBoundAnnotation is how long the hook may last, as a duration in seconds; the grace
-	// period has grown by it. On a namespace or Service: how long those of its new pods may last.
+	// BarrierBoundAnnotation is how long the hook may take, such as 30s. The grace period was
+	// extended by it. On a namespace or a Service it sets the bound of pods that are created there.
 	BarrierBoundAnnotation = keys.BarrierBound
-	// BarrierGraceAnnotation is the grace period in seconds before that: what the app has for
-	// itself.
+	// BarrierGraceAnnotation is the grace period before that extension, in seconds: the
+	// application's own.
 	BarrierGraceAnnotation = keys.BarrierGrace
 	// BarrierUncoveredAnnotation names the containers that could not be given the hook, separated
 	// by commas: they stop without waiting.
@@ -59,8 +59,8 @@ type HookOptions struct {
 	Image string
 	// PullSecrets are names of Secrets to pull Image with, in the namespace of each pod.
 	PullSecrets []string
-	// ExecOnly leaves out hooks of kind httpGet, for clusters that forbid their host by other means
-	// than a namespace's label.
+	// ExecOnly avoids hooks of kind httpGet. Set it in clusters that forbid a host in them by a
+	// policy other than the Pod Security label of the namespace.
 	ExecOnly bool
 }
 
@@ -68,8 +68,8 @@ type HookOptions struct {
 type Place struct {
 	Name                string
 	Labels, Annotations map[string]string
-	// Known is false if the namespace is so new that the cache does not have it. The API server has
-	// it: it selects namespaces by their labels.
+	// Known is false if the namespace is too new for the cache. Its labels selected the pod for
+	// this webhook at the API server, so the pod gets the barrier.
 	Known bool
 	// Excluded: pods there never wait.
 	Excluded bool

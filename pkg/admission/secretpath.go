@@ -42,9 +42,9 @@ const (
 // webhook configurations or of the Secret know it. It is never logged.
 //
 // The secrets are the lines of a file. Every line is accepted, so that all replicas can know a new
-// one before the API server uses it. A line that is removed is accepted for [FormerSecret] more
-// while this process runs, and for 10 s at most after a call with a secret that is in the file. A
-// call with the former secret does not prolong that.
+// one before the API server uses it. A removed line is accepted for [FormerSecret] more, but only
+// for 10 s after the first call with a secret that is in the file. Calls with the removed secret do
+// not extend this. A restart of the process ends it.
 type SecretPath struct {
 	file    string
 	log     *slog.Logger

@@ -97,7 +97,7 @@ func (l *Ledger) Expect(now time.Time, expected []Expected) {
 	}
 }
 
-// Counts are numbers of agents and pods.
+// Counts has the numbers of agents and pods that operators see.
 type Counts struct {
 	// Expected is how many agents the API lists, without those that have left. Missing is how many
 	// of them have no session here.
@@ -108,7 +108,7 @@ type Counts struct {
 	Elsewhere int
 }
 
-// Counts returns these numbers.
+// Counts returns the present numbers.
 func (l *Ledger) Counts() Counts {
 	c := l.total
 	for uid := range l.elsewhere {
@@ -152,8 +152,8 @@ func (l *Ledger) Connect(now time.Time, id AgentID, h Hello) (session uint64) {
 }
 
 // Disconnect ends a session, which voids the reports on it. It changes nothing if a newer session
-// has replaced this one. An agent that the API does not list has as long to reconnect as one that
-// is not ready, because its gateway keeps routing after the stream ends.
+// has replaced this one. Drains wait for Times.Away for the agent to reconnect if its pod is not
+// ready or not listed by the API, because its gateway keeps routing after the stream ends.
 func (l *Ledger) Disconnect(now time.Time, id AgentID, session uint64) {
 	a := l.agents[id]
 	if a == nil || a.session != session {
@@ -175,9 +175,9 @@ func (l *Ledger) Current(id AgentID, session uint64) bool {
 // differs from the one before: then call [Ledger.ChangesFor] with 0, because the agent must learn
 // of the open drains of these Services before it programs its gateway. ok is false, and nothing
 // changed, if session is not the agent's open one. An agent that no longer names any Service of an
-// open drain that it had to acknowledge must still do so, or leave. population names the agents of
-// which a sample may be asked at the barrier instead of all: [Nodes]. Agents of another one, such
-// as the replicas of one gateway, are all asked.
+// open drain that it had to acknowledge must still do so, or leave. population is [Nodes], or the
+// name of one gateway. At the barrier a sample of the agents of Nodes may be asked; the agents of
+// any other population are all asked.
 func (l *Ledger) Declare(id AgentID, session uint64, population string, routes []Route) (repeat, ok bool) {
 	if !l.Current(id, session) {
 		return false, false
@@ -297,8 +297,9 @@ func (l *Ledger) dropReports(a *agent) {
 	a.void()
 }
 
-// CouldRoute reports whether some agent may route one of services: it declared so, or has not
-// declared anything yet.
+// CouldRoute reports whether an agent that is asked at the hold may route one of services: one that
+// declared it as directed, or that has not declared and whose label is not observed. Agents of
+// observed gateways do not count.
 func (l *Ledger) CouldRoute(services []Service) bool {
 	may := func(s Service) bool {
 		of := l.services[s]

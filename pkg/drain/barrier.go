@@ -40,8 +40,8 @@ import (
 // Waits that Services state for consumers that can never acknowledge run in parallel with the
 // acknowledgements, from the deletion on. So does the wait for agents that were not in the sample.
 //
-// The barrier ends when the pod does not exist any more ([Ledger.GatePassed]), and is forgotten
-// when no call can wait for it.
+// The barrier ends when the pod is deleted ([Ledger.GatePassed]). If that is never observed, the
+// barrier is abandoned Times.Memory after its deadline.
 
 // Barrier is what the agent on the pod's node asks for, with what the replica knows of the pod.
 type Barrier struct {
@@ -79,7 +79,8 @@ type barrier struct {
 	stated  time.Duration
 	// observe is as in Barrier. inFlight: an agent has reported connections in flight.
 	observe, inFlight bool
-	// rest is the wait for the nodes that are not in sample. Nil: all are asked.
+	// sample has the agents that are asked, nil if all are. rest is how long the barrier waits for
+	// the nodes outside of it.
 	rest   time.Duration
 	sample map[AgentID]struct{}
 	// removedBy are the directed agents that need not acknowledge: they had stopped routing to the
@@ -107,17 +108,18 @@ type sample struct {
 
 // Sampling configures when ScopeAuto and ScopeQuorum ask only a sample of the nodes.
 type Sampling struct {
-	// AllUpTo is up to how many nodes ScopeAuto asks all, Size how many nodes ScopeQuorum asks, and
-	// Learn how many measured times are needed to predict those of the others.
+	// AllUpTo is the largest number of nodes for which ScopeAuto asks all. Size is how many nodes
+	// ScopeQuorum asks. Learn is how many times must have been measured before a sample is enough.
 	AllUpTo, Size, Learn int
 }
 
 // DefaultSampling is the sampling for real clusters. Tests with fewer agents use another.
 func DefaultSampling() Sampling { return Sampling{AllUpTo: 200, Size: 50, Learn: 1000} }
 
-// OpenBarrier opens the barrier of a pod that is terminating, or joins the one that is open, and
-// returns its status. Its deadline may become earlier, never later. The barrier of a deleted pod
-// stays Closed, with the reason PodDeleted.
+// OpenBarrier opens the barrier of a pod that is terminating, or joins the open one, and returns
+// its status. It closes the drain of the pod at the hold, if one is open. Unless b.Observe is set,
+// none can be opened afterwards. Its deadline may become earlier, never later. The barrier of a
+// deleted pod stays Closed, with the reason PodDeleted.
 func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 	l.GatePassed(now, AtHold, b.Pod.UID)
 	d := l.drain(b.Pod, AtBarrier)
@@ -244,7 +246,7 @@ func (a *agent) sampled() bool {
 	return a.declared && a.population == Nodes
 }
 
-// owesBarrier says whether a may owe d, at the barrier.
+// owesBarrier reports whether a may have to acknowledge d, which is at the barrier.
 func (a *agent) owesBarrier(d *drain) bool {
 	b := &d.barrier
 	if a.mayBeAsked(AtBarrier, d) {
@@ -472,8 +474,8 @@ type StatedWait struct {
 	Quiet time.Duration
 }
 
-// A wait of "at most" ends early after leastQuiet at the least, and after usualQuiet if it names no
-// checkInterval: that of AWS is 30 s. A check may come leastMargin late.
+// StatedWait.Quiet is never shorter than leastQuiet, and is usualQuiet if the annotation has no
+// checkInterval: the usual one of AWS is 30 s. A health check may arrive leastMargin late.
 const leastQuiet, usualQuiet, leastMargin = 10 * time.Second, 40 * time.Second, 5 * time.Second
 
 // String returns the wait as in an annotation.
@@ -484,11 +486,11 @@ func (w StatedWait) String() string {
 	return w.Wait.String()
 }
 
-// ParseStatedWait reads the wait of a Service: a duration, or checkInterval, unhealthyThreshold and
-// timeout of the load balancer that checks its pods, as
-// "checkInterval=10s,unhealthyThreshold=3,timeout=5s", which is interval times threshold, and
-// timeout. After "at most" there may be one, the other, or the duration and then the others. The
-// error names what cannot be read.
+// ParseStatedWait parses the annotation lameduck.io/stated-wait. It accepts a duration, or the
+// health check of a load balancer such as "checkInterval=10s,unhealthyThreshold=3,timeout=5s". A
+// check stands for interval * threshold + timeout. With the prefix "at most " a duration may also
+// be followed by a comma and a check: the duration is then the wait. An error names the part that
+// cannot be parsed.
 func ParseStatedWait(text string) (w StatedWait, err error) {
 	rest, atMost := strings.CutPrefix(strings.TrimSpace(text), "at most ")
 	if first, others, more := strings.Cut(rest, ","); !strings.Contains(first, "=") {

@@ -22,21 +22,21 @@ const TrialEvery = 5 * time.Second
 // "In a row" means one after the other. Drains that expire at the same moment, or that overlap, are
 // one failure seen many times. So a drain counts only if it began here after the last counted one
 // had expired: a suspension takes three whole deadlines of silence, whether one pod is deleted or a
-// hundred. A drain does not count either if the agent was not given at least half a deadline for
-// it: because this replica learned of the agent or of the drain late, because an abandoned drain
-// had used up the time, or because the drain was queued for long.
+// hundred. A drain also does not count if the agent had less than half a deadline for it. This
+// replica may have learned of the agent or of the drain late, an abandoned drain may have used up
+// the time, or the drain was queued.
 //
 // Some answers are no strikes: Kept, a report about a young pod that is not accepted yet, and
 // Removed without Idle, which is up to the clients. A new session and a new boot of the agent do
 // not clear strikes: an agent that crashes every twenty seconds answers nothing either.
 //
-// This replica may be cut off. It assumes that while most of the agents that the API lists have no
-// stream here: then no drain counts for an agent that lost its stream, drains wait for the
-// deadline, and another replica may receive what this one cannot. Strikes that another replica
-// counted are accepted even then. An agent that never connected here is suspended all the same: its
-// CA bundle, its token or a NetworkPolicy is wrong, and it may never connect. An agent that is
-// connected and does not answer is suspended even if it is the only one, and even if all are. The
-// drains are then released with the reason Suspended, about which operators are warned.
+// This replica may be cut off. It assumes so while most of the agents that the API lists have no
+// stream here. A drain then does not count for an agent that lost its stream, and drains wait until
+// the deadline. Another replica may still receive the acknowledgements. Strikes that another
+// replica counted are accepted even then. An agent that never connected here is suspended all the
+// same: its CA bundle, its token or a NetworkPolicy is wrong, and it may never connect. An agent
+// that is connected and does not answer is suspended even if it is the only one, and even if all
+// are. The drains are then released with the reason Suspended, about which operators are warned.
 //
 // A drain that does not wait for an agent is closed before the agent can acknowledge it. So in each
 // [TrialEvery] one drain waits for a suspended agent, for less than one hold. All suspended agents
@@ -126,8 +126,9 @@ func (l *Ledger) judge(a *agent) {
 	}
 }
 
-// Silence is an agent's strikes as one replica sends them to another. One denial denies a deletion,
-// so replicas with different suspensions would all wait for the agent.
+// Silence is an agent's strikes as one replica sends them to another. A deletion is denied if one
+// replica denies it. Replicas that did not share strikes would suspend an agent at different times,
+// and deletions would wait for it until the last of them had.
 type Silence struct {
 	Agent AgentID `json:"agent"`
 	// Strikes is how many drains in a row it let expire. SinceMillis is how long ago the first of

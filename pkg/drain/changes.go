@@ -95,9 +95,9 @@ func (l *Ledger) Changed(gate Gate) []UID {
 	return uids
 }
 
-// Affected returns the agents for which [Ledger.ChangesFor] may have something that cannot wait,
-// since it was last called. Other agents receive the ends of drains that they did not have to
-// acknowledge when they next ask.
+// Affected returns the agents to wake: those for which something urgent has changed since the last
+// call of Affected. [Ledger.ChangesFor] returns it. Agents also receive the ends of drains that
+// they did not have to acknowledge, but are not woken for these.
 func (l *Ledger) Affected() []AgentID {
 	if len(l.concerned) == 0 {
 		return nil
@@ -118,11 +118,11 @@ func (l *Ledger) Affected() []AgentID {
 // maxTold bounds what one call of [Ledger.ChangesFor] returns.
 const maxTold = 1000
 
-// ChangesFor returns what must be sent to an agent that changed after revision rev, the oldest
-// first, and the revision to ask with next. Ask with 0 for everything, and again until nothing is
-// returned. That is the drains that the agent may have to acknowledge, and the releases of pods in
-// the namespaces in which it routes Services, or has routed some on this session. What it returns
-// is shared with other agents and must not be changed. What is returned counts as received: see
+// ChangesFor returns the changes after revision rev that an agent must receive, the oldest first,
+// and the revision for the next call. rev 0 asks for everything. open are the drains that the agent
+// may have to acknowledge. released are the ends of drains of pods in the namespaces of its
+// Services on this session. A call returns at most 1,000 changes: call it until both slices are
+// empty. The slices are shared and must not be modified. They count as received by the agent, see
 // [Ledger.Told].
 func (l *Ledger) ChangesFor(id AgentID, rev uint64) (open []Open, released []Release, next uint64) {
 	a := l.agents[id]
@@ -165,8 +165,9 @@ func (l *Ledger) ChangesFor(id AgentID, rev uint64) (open []Open, released []Rel
 }
 
 // Told returns the revision of what [Ledger.ChangesFor] returned last for an agent. The agent may
-// acknowledge all that it received up to there with one [UpTo]. The revision grows even if the
-// agent receives the same again: what it has not read yet is above all that it has read.
+// acknowledge all that it received up to there with one [UpTo]. Each batch has a higher revision
+// than the ones before, even if its content is the same. So an [UpTo] never covers a batch that the
+// agent has not read.
 func (l *Ledger) Told(id AgentID) uint64 {
 	if a := l.agents[id]; a != nil {
 		return a.told

@@ -5,36 +5,41 @@
 //
 //	(Queued ->) Unrouting -> Quiescing -> Released -> Closed
 //
-// It is Queued while too many pods of one of its Services are being drained, Unrouting while an
-// agent that must acknowledge it has not reported Removed, Quiescing while all have and one has not
-// reported Idle, Released when the pod may be told to stop, and Closed when the pod is known to be
-// deleted or to stay (abandoned). Released and Closed have a reason.
+// It is Queued while too many pods of one of its Services are being drained. It is Unrouting while
+// an agent that must acknowledge it has not reported Removed, and Quiescing while all have and one
+// has not reported Idle. It is Released when the deletion, or SIGTERM, may continue. It is Closed
+// when the pod has passed the gate: terminating at the hold, deleted at the barrier. It is also
+// Closed when the deletion was given up. Released and Closed have a reason.
 //
-// The phase is not latched. Agents report levels: the present state of the pod in their gateway,
-// again whenever it changes and at least once in each renewal. The ledger derives the phase from
+// The phase is not latched. An agent reports the present state of the pod in its gateway, again at
+// each change, and at least once in each renewal (Times.Renewal). The ledger derives the phase from
 // the reports that it holds when it is asked. A report counts only if it came on the agent's
 // present session with this replica, names the open drain by its number, and is younger than the
 // freshness bound. The end of a session voids all of its reports, and the end of a drain those
 // about it. So an acknowledgement never counts after it has stopped being true: if a proxy is
 // reloaded between its report and the question, the drain is Unrouting again.
 //
-// A drain ends only when the replica knows that the pod is terminating ([Ledger.GatePassed]), or
-// that its deletion was given up ([Ledger.NotTerminating], from a live read of the pod that
-// [Ledger.Tick] asked for). Reaching the deadline releases a drain and names the agents that did
-// not answer. It does not close the drain.
+// A drain at the hold ends when the replica learns that the pod is terminating
+// ([Ledger.GatePassed]), or that its deletion was given up ([Ledger.NotTerminating], after a live
+// read of the pod that [Ledger.Tick] asked for). A drain for the restart of a container also ends
+// when the pod is ready again ([Ledger.ReadyAgain]). A drain at the barrier ends when the pod is
+// deleted, or Times.Memory after its deadline. Reaching the deadline releases a drain and names the
+// agents that did not answer. It does not close the drain.
 //
 // The agents that must acknowledge a drain follow from what agents declare and from which agents
-// the API lists ([Ledger.Expect]). They are not configured. An agent that has never connected must
-// acknowledge everything that its label allows. An agent whose gateway has ended leaves
-// ([Ledger.Leave]). An agent that lets drain after drain expire is suspended (breaker.go).
+// the API lists ([Ledger.Expect]). They are not configured. An agent that has not declared its
+// routes yet must acknowledge every drain, unless its label restricts it to one gate. An agent
+// whose gateway has ended leaves ([Ledger.Leave]). An agent that lets drain after drain expire is
+// suspended (breaker.go).
 //
 // A drain has one clock. It starts at the earliest start of a drain of the UID that this replica or
 // another one knows ([Place], [Ledger.Polled]). Asking again, or the restart of one of several
 // replicas, does not restart it. Abandonment stops it: the next drain of the UID continues from
 // there and gets at least one hold.
 //
-// The [Ledger] has no clock, no goroutine, no Kubernetes and no HTTP: every method takes now and
-// returns what is to be done. It is not safe for concurrent use; package coordinator owns it.
+// The [Ledger] has no clock, goroutine, Kubernetes or HTTP. A method whose result depends on the
+// time takes now. What the caller must do next comes from [Ledger.Changed], [Ledger.Affected] and
+// [Ledger.ChangesFor]. It is not safe for concurrent use; package coordinator owns it.
 //
 // ledger.go is the state machine: phases, the effect of reports and of time. Its parts are the
 // roster (which agents must acknowledge), the changes (what to send to which agents), the queue for

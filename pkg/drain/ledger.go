@@ -93,7 +93,7 @@ type progress struct {
 	blocked  int
 }
 
-// NewLedger returns the empty ledger of one replica's present life. scope and sampling choose which
+// NewLedger returns an empty ledger. times must pass [Times.Check]. scope and sampling choose which
 // nodes are asked at barriers.
 func NewLedger(times Times, scope Scope, sampling Sampling) *Ledger {
 	return &Ledger{
@@ -159,11 +159,11 @@ func (s Status) Waits() bool {
 }
 
 // Ask opens a drain of pod, or joins the one that is open, and returns its status. targets are the
-// Services that list the pod, which add to what earlier calls named, and the targets of each where
-// they are known: the drain is Queued while one of the Services has no capacity. The targets of a
-// Service hold for all of its drains, until the next call that names them. place is what another
-// replica knows of the drain, whose clock starts at the earlier of the two starts. A pod that is
-// terminating or deleted has no drain: the status is Closed, PodDeleted.
+// Services whose EndpointSlices list the pod, each with its usable targets if they are known. The
+// Services are added to those of earlier calls. The usable targets replace the earlier ones, for
+// every drain of the Service. The drain is Queued while one of its Services has no capacity. place
+// is what another replica knows of the drain, whose clock starts at the earlier of the two starts.
+// A pod that is terminating or deleted has no drain: the status is Closed, PodDeleted.
 func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Status {
 	d := l.drain(pod, AtHold)
 	if !d.open && d.reason == PodDeleted {
@@ -273,7 +273,7 @@ func (l *Ledger) Hold(uid UID) (answered func(now time.Time, allowed bool)) {
 	}
 }
 
-// Status returns the drain of uid at a gate. PhaseUnknown if there is none.
+// Status returns the drain of uid at a gate. The phase is PhaseUnknown if there is none.
 func (l *Ledger) Status(now time.Time, gate Gate, uid UID) Status {
 	d := l.at(gate, uid)
 	if d == nil {
@@ -282,9 +282,10 @@ func (l *Ledger) Status(now time.Time, gate Gate, uid UID) Status {
 	return l.status(now, d)
 }
 
-// GatePassed records, from a watch or a live read, that the pod is terminating (AtHold), or that it
-// does not exist any more (AtBarrier). It closes the pod's drain at that gate, and no later call
-// opens one for this UID. It reports whether a drain was open.
+// GatePassed closes the open drain of uid at a gate, because the pod is terminating (AtHold) or
+// deleted (AtBarrier), and reports whether one was open. For Times.Memory no later call opens
+// another one. Without an open drain, and for one that only observes ([Barrier.Observe]), it
+// changes nothing.
 func (l *Ledger) GatePassed(now time.Time, gate Gate, uid UID) bool {
 	d := l.at(gate, uid)
 	if d == nil || !d.open || d.barrier.observe {
@@ -346,11 +347,13 @@ func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 	l.admit(now)
 }
 
-// Tick forgets what is older than the memory bound, reports that are too old to count, and agents
-// that are neither listed nor connected. It returns the pods whose drains no call has asked for
-// lately: read each of them live and call [Ledger.GatePassed] or [Ledger.NotTerminating]. One is
-// named again only after a heartbeat. overdue are the pods of barriers that are open beyond their
-// deadline: they may not exist any more.
+// Tick records the strikes of drains that have reached their deadline, ends suspensions that are
+// older than Times.Memory, and unqueues drains. It forgets closed drains after Times.Memory,
+// reports after Times.Freshness, and agents that are neither listed nor connected after Times.Away.
+// It returns the pods whose drains no call has asked for lately: read each of them live and call
+// [Ledger.GatePassed] or [Ledger.NotTerminating]. A pod is returned again only after
+// Times.Heartbeat. overdue are the pods of barriers that are open beyond their deadline: they may
+// not exist any more.
 func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 	if now.Sub(l.sweptAt) >= l.times.Freshness {
 		l.sweptAt = now
@@ -605,9 +608,9 @@ func (s *Status) recheck(now, at time.Time) {
 	}
 }
 
-// stateOf returns the state that the report of an agent, which may be nil, counts as in d at now,
-// whether it is accepted because there is no other endpoint and, if time alone may change that,
-// when.
+// stateOf returns the state that r, which may be nil, counts as in d at now. last reports whether r
+// is accepted because there is no other endpoint. until is when time alone may change the result;
+// zero: never.
 func (l *Ledger) stateOf(now time.Time, r *received, d *drain) (state State, last bool, until time.Time) {
 	if r == nil || !l.fresh(now, r) {
 		return StateUnknown, false, time.Time{}

@@ -64,8 +64,8 @@ type Place struct {
 	Elapsed time.Duration
 	// Restart: a container is about to be stopped and its pod stays. Such a drain is not counted
 	// against the pod: it uses none of the time of a later drain, and is no evidence that deletions
-	// are refused. The place of the pod's open drain stays, and a drain that was opened for a
-	// deletion stays one. [Ledger.ReadyAgain] ends it.
+	// are refused. If the pod has an open drain, its Is is kept, and a drain that was opened for a
+	// deletion remains one. [Ledger.ReadyAgain] ends it.
 	Restart bool
 	// Stopped is when that began, by the clock of the pod's node. Zero: when the drain is opened.
 	Stopped time.Time
@@ -123,7 +123,7 @@ func (l *Ledger) needsRoom(d *drain, s Service) bool {
 
 // Shared is what one replica sends to the others.
 type Shared struct {
-	// Drains are the open drains at the hold, the oldest first.
+	// Drains are the open drains at the hold, except those for a restart, the oldest first.
 	Drains []Claim `json:"drains"`
 	// Silent are the agents that let its last drains expire, in the order of their IDs.
 	Silent []Silence `json:"silent,omitempty"`
@@ -133,11 +133,11 @@ type Shared struct {
 func (l *Ledger) Shared(now time.Time) Shared { return Shared{l.claims(now), l.silences(now)} }
 
 // Polled records what the other replicas sent last. The pods that they unroute take capacity here
-// as well: replicas do not always agree, because one that could not reach the opener decides for
-// itself. If adopt is set, this replica has just started and opens their drains too, so that it
-// continues where it was. A pod that has a drain here keeps it; its clock starts at the earlier of
-// the two starts. A drain that is queued there is queued here until a call asks for it, because how
-// many targets its Services have is not known yet.
+// too. They may not be among the drains of this replica, because a replica that cannot reach the
+// opener decides by itself. If adopt is set, this replica has just started and opens their drains
+// too, so that it continues where it was. A pod that has a drain here keeps it; its clock starts at
+// the earlier of the two starts. A drain that is queued there is queued here until a call asks for
+// it, because how many targets its Services have is not known yet.
 func (l *Ledger) Polled(now time.Time, others []Shared, adopt bool) {
 	l.elsewhere = map[UID]struct{}{}
 	for _, of := range others {
@@ -193,7 +193,8 @@ func (l *Ledger) room(s Service) int {
 	return max(1, alive/2) - taken
 }
 
-// Claim is an open drain as one replica sends it to another.
+// Claim is an open drain as GET /v1/replica returns it to another replica. It is not the claim of
+// POST /v1/claims, which is wire.Claim.
 type Claim struct {
 	Pod      Pod       `json:"pod"`
 	Services []Service `json:"services"`

@@ -20,9 +20,11 @@ type Times struct {
 	Webhook time.Duration
 	// Hold is how long one admission call waits at most.
 	Hold time.Duration
-	// Deadline is how long a drain lasts at most.
+	// Deadline is how long a drain waits at most, from the start of its clock. A drain that
+	// continues an earlier one waits for at least Hold.
 	Deadline time.Duration
-	// IdleBound is how long a drain waits for Idle after all have said Removed.
+	// IdleBound is how long a drain waits for Idle after every agent that must acknowledge has
+	// reported Removed.
 	IdleBound time.Duration
 	// Heartbeat is the interval of heartbeats on a stream. Away is how long a stream may be silent
 	// before the other side counts as lost.
@@ -30,7 +32,8 @@ type Times struct {
 	// Expiry is how long an exclusion stands without renewal. Renewal is how often it is renewed at
 	// least, Freshness how old a report may be to count.
 	Expiry, Renewal, Freshness time.Duration
-	// Abandon is how long after the last answer a drain that no call asks for is checked.
+	// Abandon is how long after the last answered call a drain is checked by a live read of its
+	// pod.
 	Abandon time.Duration
 	// Memory is how long the UID of a deleted pod and the time that a drain has used are
 	// remembered.
@@ -79,8 +82,8 @@ func (t Times) Check() error {
 	return errors.Join(errs...)
 }
 
-// Reach is how long one call of a client that honors Retry-After, as client-go does ten times,
-// keeps asking if each of its requests is held and denied.
+// Reach is how long one call of client-go waits if each of its requests is held and denied.
+// client-go follows Retry-After ten times, so the call makes 11 requests.
 func (t Times) Reach() time.Duration {
 	elapsed := t.Hold
 	for range 10 {
@@ -89,8 +92,8 @@ func (t Times) Reach() time.Duration {
 	return elapsed
 }
 
-// HoldUntil is when a call that arrived at now with timeout left must be answered. A timeout of
-// zero is unknown.
+// HoldUntil returns when to answer a call that arrived at now, if the API server waits for timeout:
+// after Hold, or 1.5 s before the timeout if that is earlier. A timeout of 0 means unknown.
 func (t Times) HoldUntil(now time.Time, timeout time.Duration) time.Time {
 	hold := t.Hold
 	if timeout > 0 {
@@ -99,11 +102,11 @@ func (t Times) HoldUntil(now time.Time, timeout time.Duration) time.Time {
 	return now.Add(hold)
 }
 
-// RetryAfter is how long a denied caller is to wait, a whole number of seconds from 1 to 20: 0.15
-// of the elapsed time, rounded down, if its call was held, else 0.6 of it, rounded to the nearest.
-// remaining, if it is more than 0, is the time left to the deadline: no caller is to wait beyond
-// the first whole second after it, nor to come just before it, which would use up one of the ten
-// retries that client-go has.
+// RetryAfter returns how long a denied caller must wait: 1 to 20 whole seconds. It is 15 % of the
+// elapsed time, rounded down, if the call was held, and otherwise 60 %, rounded to the nearest
+// second. remaining is the time until the deadline, if positive. The wait is then at most
+// remaining, rounded up: a retry just before the deadline would waste one of the ten that client-go
+// makes.
 func RetryAfter(elapsed time.Duration, held bool, remaining time.Duration) time.Duration {
 	wait := (elapsed * 60 / 100).Round(time.Second)
 	if held {

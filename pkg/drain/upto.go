@@ -133,7 +133,8 @@ func (l *Ledger) takeUpTo(now, asOf time.Time, a *agent, up UpTo) (news bool) {
 	return news
 }
 
-// taken records what follows from a report on d.
+// taken touches d if a report may change its phase, and records the states that the report reached
+// first.
 func (l *Ledger) taken(now time.Time, d *drain, r *received, fresher bool) {
 	if fresher && l.canEndPhase(now, d, r) {
 		l.touch(d)

@@ -17,8 +17,8 @@ type AgentReport struct {
 	Name  string
 	State State
 	Proof Proof
-	// Received is as of when the report that counts was true, Since when the agent first reported
-	// that state. Zero: none counts, and State is StateUnknown.
+	// Received is the time as of which the report counts, Since when the agent first reported
+	// State. Zero: no report counts, and State is StateUnknown.
 	Received, Since time.Time
 	Connected       bool
 	// Suspended: the drain does not wait for it.
@@ -118,8 +118,8 @@ type AgentInfo struct {
 	// Expected: the API lists it. Ready and Label are from there.
 	Expected, Ready bool
 	Label           Label
-	// Connected: it has a session here. If not, Lost is when it ended or, never connected, when the
-	// API first listed it.
+	// Connected reports whether it has a session here. Otherwise Lost is when its last session
+	// ended or, if it never connected, when the API first listed it.
 	Connected bool
 	Lost      time.Time
 	// Declared: it has declared what it routes, if only on an earlier session. Services is how
@@ -128,8 +128,8 @@ type AgentInfo struct {
 	Services int
 	// Population is what it declared with them.
 	Population string
-	// Routes are these, and Namespaces those whose releases are sent to it, "*" for all, sorted.
-	// Set by [Ledger.Agent].
+	// Routes are the declared routes. Namespaces are those for which it receives releases, sorted;
+	// "*" is all. Only [Ledger.Agent] sets both.
 	Routes     map[Service]Route
 	Namespaces []string
 	// Left: its gateway accepts no more traffic. Suspended: drains do not wait for it.

@@ -211,7 +211,8 @@ var viaNames = []string{"unknown", "endpoints", "clusterIP", "dns"}
 // MarshalText writes the way's name.
 func (v Via) MarshalText() ([]byte, error) { return []byte(v.String()), nil }
 
-// UnmarshalText accepts the names of ways and refuses others by name, "unknown" too.
+// UnmarshalText accepts "endpoints", "clusterIP" and "dns". An error names any other text,
+// "unknown" included.
 func (v *Via) UnmarshalText(text []byte) error {
 	return target.Parse(v, "via", viaNames, Endpoints, text)
 }
@@ -314,7 +315,8 @@ type Open struct {
 	// epoch of the replica. Agents repeat it in their reports, because a report on the earlier
 	// drain, whose exclusion is being ended, may arrive after this one began.
 	Number uint64
-	// Watch is set instead of the other fields where the agent is to observe.
+	// Watch is set if the agent is to observe the pod instead of excluding it. It repeats the other
+	// fields.
 	Watch *Watch
 }
 
@@ -337,7 +339,8 @@ type Watch struct {
 	Observe bool `json:"observe,omitempty"`
 }
 
-// Release ends a replica's hold on an exclusion.
+// Release ends an exclusion for this replica. The agent routes to the pod again only if no other
+// replica excludes it.
 type Release struct {
 	UID UID
 	// Terminating: the pod is terminating or deleted, so that it must never be routed again.
@@ -373,7 +376,8 @@ var EveryService = Service{Namespace: "*", Name: "*"}
 type Scope uint8
 
 const (
-	// ScopeAuto: all, up to 200 that could be asked; above that as ScopeQuorum.
+	// ScopeAuto: all nodes if at most [Sampling].AllUpTo (200) could be asked, otherwise as
+	// ScopeQuorum.
 	ScopeAuto Scope = iota
 	// ScopeAll: all.
 	ScopeAll
@@ -398,7 +402,8 @@ func (s *Scope) UnmarshalText(text []byte) error {
 	return target.Parse(s, "scope", scopeNames, ScopeAuto, text)
 }
 
-// Label is what the label of an agent's pod states before the agent connects.
+// Label is the value of the label lameduck.io/agent. It counts until the agent has declared its
+// routes.
 type Label uint8
 
 const (

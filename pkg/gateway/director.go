@@ -10,31 +10,34 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// CallTimeout bounds one Apply or Observe.
+// CallTimeout bounds one call of Apply, Observe or Owned.
 const CallTimeout = 5 * time.Second
 
-// Observer is told what the Director did. Its methods must not block.
+// Observer receives what a [Director] did, for metrics. It has nothing to do with [Observed]. Its
+// methods must not block.
 type Observer interface {
 	// Applied is called after each batch of operations with how long it took and its error, if any.
 	Applied(ops []health.Op, took time.Duration, err error)
-	// Read is called after each reading.
+	// Read is called after each reading with how long it took. err includes the pools that could
+	// not be read.
 	Read(took time.Duration, err error)
 }
 
-// Progress is how far a gateway follows what is wanted of it.
+// Progress reports which operations a gateway has not carried out yet.
 type Progress struct {
 	// AsOf is when the Director looked at what is pending, before it applied and read.
 	AsOf time.Time
 	// Err says why the gateway could not be read. Nothing is known of what it does then, and the
 	// rest is empty.
 	Err error
-	// Behind is what was pending at AsOf and is not done by the last reading of it, refused or not.
-	// Done is: to be routed, that new requests may go there, although the gateway itself may pass
-	// it over for now, for a failed check of its own; to be removed or forgotten, that no new ones
-	// do, whatever still runs there. How backends and clients are must not make a gateway look
-	// behind, nor must a pool that it has not loaded.
+	// Behind are the operations that were pending at AsOf and that the last reading of their keys
+	// does not show as done, refused ones included. WantRouted is done when new requests may go to
+	// the target, even if a check of the gateway's own skips it. WantRemoved and WantAbsent are
+	// done when no new request does, whatever still runs. An operation on a pool that was not read
+	// is not in Behind.
 	Behind []health.Op
-	// Came is what has become pending since.
+	// Came are the other pending operations: those that have become pending since AsOf, and those
+	// of pools that were not read.
 	Came []health.Op
 }
 
@@ -43,13 +46,13 @@ type Hooks struct {
 	Observer Observer
 	// Changed is called whenever the states of exclusions may have changed.
 	Changed func()
-	// Followed is called after each step once the set has synced, but not after the first reading
-	// of a generation, whose answers are about another.
+	// Followed is called after each step once the set has synced, except after the first reading of
+	// a generation: that step applied its operations to the generation before.
 	Followed func(Progress)
 }
 
-// Director makes a gateway do what a set wants, and tells the set what the gateway does. What it
-// does next is decided by [Steps].
+// Director applies what a set wants to a gateway, and records in the set what the gateway does.
+// [Steps] decides what it does next.
 type Director struct {
 	Gateway Directed
 	Set     *health.Set
@@ -71,9 +74,9 @@ func NewDirector(g Directed, set *health.Set, log *slog.Logger, h Hooks) *Direct
 // are one.
 func (d *Director) Wake() { d.wake.Raise() }
 
-// Programmed reports whether the gateway has been read to route to all that the set wanted routed
-// at one time after it had synced, but for what it refused. Once it has, it stays so: until then a
-// gateway may answer for Services that it does not know yet.
+// Programmed reports whether, at least once since the set synced, a reading showed every target
+// routed that the set wanted routed, except refused ones. It never becomes false again. Before
+// that, the gateway may answer for Services whose targets it does not have.
 func (d *Director) Programmed() bool { return d.steps.programmed.Load() }
 
 // Run adopts what an earlier agent left in the gateway, and directs it until ctx is done. It

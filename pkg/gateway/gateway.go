@@ -1,15 +1,17 @@
 // Package gateway has the interfaces between an agent and a data plane, and the loop that drives a
 // directed one. A data plane that stops routing to a pod by itself is an [Observed].
 //
-// A [Directed] gateway receives [health.Op]s, what to route and what not, and is then *read*: an Op
-// that returned without an error proves nothing, only an [health.Observation] does. Data planes are
-// reloaded by others, run several processes at once (an old one finishes its requests with its old
-// configuration), and accept commands that they do not carry out. The [Director] therefore never
-// trusts its own commands. It applies the difference between what the set wants and what was last
-// read, reads again, and passes the reading to the set, which decides what to acknowledge.
+// A [Directed] gateway receives operations ([health.Op]) that state which targets to route, and is
+// then read. An Apply that returns no error is not evidence; only a [health.Observation] is. Data
+// planes are reloaded by others, run several processes at once (an old one finishes its requests
+// with its old configuration), and accept commands that they do not carry out. The [Director]
+// therefore never trusts its own commands. It applies the difference between what the set wants and
+// what was last read, reads again, and passes the reading to the set, which decides what to
+// acknowledge.
 //
-// Each data plane has a package below this one, which passes the tests of
-// [github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest] on the real proxy.
+// Each data plane has a package below this one. Its tests run the contract of
+// [github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest], on the real data plane, or on a fake
+// of it for APISIX.
 package gateway
 
 import (
@@ -52,9 +54,10 @@ type Directed interface {
 
 // Route is one port of a Service, and the pool of a gateway that it feeds.
 type Route struct {
-	// Key is where the configuration says so: backends[0] for example.
+	// Key is the place in the agent's file that errors name, such as backends[0].
 	Key string
-	// Service is namespace/name. Port is the name of its port; empty is the only one.
+	// Service is namespace/name. Port is the name of its port; empty: its only port. Pool is the
+	// pool that it feeds.
 	Service, Port string
 	Pool          health.Pool
 	// HealthCheck is how the agent probes the pool's targets unless the Service's annotation says

@@ -17,7 +17,8 @@ type Kind interface {
 	PerRequest() bool
 	// Routes are what the gateway routes. None: every Service. The agent checks them.
 	Routes() []Route
-	// Check returns everything else that is wrong, each error beginning with the key.
+	// Check returns what is wrong with the configuration, except the routes, which the agent
+	// checks. Each error begins with the key.
 	Check() []error
 }
 
@@ -34,10 +35,11 @@ type DirectedKind interface {
 	Direct() (Directed, error)
 }
 
-// Refuser is a [Directed] in which any pod of a Service must be able to stand for another.
+// Refuser is a [Directed] that replaces an excluded pod by another pod of the same Service.
 type Refuser interface {
-	// Refuse notes why that is not so for a pool: its targets are not taken out then. Empty: it is.
-	// It may be called from any goroutine.
+	// Refuse sets the reason for which the pods of a pool cannot replace each other. Apply then
+	// fails for WantRemoved in this pool. An empty reason allows it again. Refuse may be called
+	// from any goroutine.
 	Refuse(pool health.Pool, why string)
 }
 

@@ -18,9 +18,10 @@ type Observed interface {
 	Run(ctx context.Context) error
 
 	// Watch begins to observe the targets of one pod. Port 0 is every port of the address. changed
-	// is called when the reading may have changed. It must not block, and may be called before
-	// Watch returns. Readings are true of every worker of the data plane: where workers follow one
-	// after the other, Removed is read when the last one has followed.
+	// is called when the reading may have changed: possibly from several goroutines, before Watch
+	// returns, and once more after Close. It must not block. A reading holds for every worker of
+	// the data plane. If workers apply a change one after the other, the state is Removed only when
+	// the last one has.
 	Watch(targets []netip.AddrPort, changed func()) Watch
 
 	// Population names the agents that observe the same gateway: [Nodes] if each node has one of
@@ -28,8 +29,9 @@ type Observed interface {
 	// the nodes, and ask every replica of a gateway.
 	Population() string
 
-	// Absent reports whether there is no data plane that can be observed here. The agent then
-	// declares that it cannot acknowledge.
+	// Absent reports whether there is no data plane that can be observed here. It must not block:
+	// the agent calls it several times a second. While it is true, the agent declares that it
+	// cannot acknowledge.
 	Absent() bool
 }
 
@@ -48,13 +50,14 @@ type Watch interface {
 
 // Reading is what an observed data plane was seen to do with the targets of a Watch.
 type Reading struct {
-	// State is Removed, and not Idle, from Counted on if there is a connection to wait for.
-	// changed is called then, too. It is Unknown when the data plane could not be read. Unknown
-	// says nothing about the targets. Kept is when it sends to a target because it has no other
-	// one. Idle is a level: with another connection the state is Removed again.
+	// State is Unknown if the data plane could not be read, and Kept if it sends to a target only
+	// because it has no other one. Once nothing new is sent to a target, State is Removed. It
+	// becomes Idle when a count finds no connection to wait for. If a count finds one, State stays
+	// Removed, Counted is the time of the count, and changed is called. Another connection makes an
+	// Idle target Removed again.
 	State health.State
-	// Generation names the life of the data plane that was read. A reading of another generation
-	// proves nothing.
+	// Generation names the life of the data plane that was read. A reading is no evidence for any
+	// other generation.
 	Generation string
 	// Connections is how many were open or being opened when they were counted at Counted. It
 	// includes connections that are not waited for because their clients keep them from one request
@@ -72,14 +75,16 @@ type Reading struct {
 	Since time.Time
 }
 
-// Looker is an [Observed] whose [health.Kept] depends on which other targets are watched.
+// Looker is an [Observed] that reads [health.Kept] when all targets that it could send to are
+// watched.
 type Looker interface {
-	// Look is Watch for targets that may be other pods' by now: for the other watches they remain
-	// endpoints to which the gateway can send.
+	// Look is Watch for addresses that may belong to another pod by now. For other watches, these
+	// targets still count as endpoints that the gateway can send to.
 	Look(targets []netip.AddrPort, changed func()) Watch
 }
 
-// Discoverer is an [Observed] that watches EndpointSlices itself, and may stop without a sign.
+// Discoverer is an [Observed] whose data plane watches EndpointSlices by itself. If that watch
+// stops, the data plane shows no error, so the agent compares its addresses with EndpointSlices.
 type Discoverer interface {
 	// Discovered returns the addresses at which it has found a Service, namespace/name. It returns
 	// false if the gateway does not look for it, or could not be read.
@@ -101,7 +106,8 @@ type Auditor interface {
 
 // Audits counts comparisons of what an [Auditor] has followed with the data plane.
 type Audits struct {
-	// Same found no difference. Corrected found one: readings since the last audit may have been
-	// wrong. Failed could not read the data plane.
+	// Same counts audits that found no difference. Corrected counts those that found one: readings
+	// since the audit before may have been wrong. Failed counts those that could not read the data
+	// plane.
 	Same, Corrected, Failed uint64
 }

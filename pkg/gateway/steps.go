@@ -56,8 +56,8 @@ type Steps struct {
 
 // Done is how a step has ended.
 type Done struct {
-	// Wait is the pause before the next step. 0: the step brought new work that needs no pause,
-	// another generation of the gateway or room to take out what was kept.
+	// Wait is the pause before the next step. It is 0 if there is new work: the gateway has another
+	// generation, or an operation has become pending that was not tried.
 	Wait time.Duration
 	// Err is what is wrong with the gateway, whether it was read or not.
 	Err error
@@ -65,7 +65,7 @@ type Done struct {
 	Progress *Progress
 }
 
-// NewSteps returns those of a gateway that is to do what set wants.
+// NewSteps returns the steps of a gateway that set directs.
 func NewSteps(set *health.Set) *Steps {
 	return &Steps{set: set, pause: fastest, unread: retryFirst, retry: retryFirst}
 }
@@ -73,14 +73,14 @@ func NewSteps(set *health.Set) *Steps {
 // Woken notes that the pause has ended early, because the set may want something else.
 func (s *Steps) Woken() { s.pause = fastest }
 
-// Begin begins a step, and returns what is to be applied.
+// Begin begins a step, and returns the operations to apply.
 func (s *Steps) Begin(now time.Time) []health.Op {
 	s.asOf, s.ops = now, s.due(now)
 	return s.ops
 }
 
-// Applied takes in how that has ended, and returns what is to be read: what the set watches, and
-// what the ops were about.
+// Applied records the result of Apply, and returns the keys to read: those that the set watches,
+// and those of the operations.
 func (s *Steps) Applied(err error) []health.Key {
 	s.applied = err
 	keys := s.set.Watched()
@@ -96,9 +96,8 @@ func (s *Steps) Applied(err error) []health.Key {
 	return keys
 }
 
-// Moved reports whether seen is the first reading of a generation. Read wants to know what the
-// gateway has of its own then: a process that was starting while a target was taken out and
-// forgotten may have it nevertheless.
+// Moved reports whether seen is the first reading of a generation. Read then needs the result of
+// [Directed.Owned]: a process that was starting while a target was removed may still have it.
 func (s *Steps) Moved(seen health.Observation) bool { return seen.Generation != s.generation }
 
 // Read ends the step with a reading, or with the error for which there is none. owned is what the
@@ -260,7 +259,7 @@ func (s *Steps) progress(seen health.Observation, pending []health.Op) Progress 
 	return p
 }
 
-// fresh says whether after has an operation that before has not.
+// fresh reports whether after has an operation that is not in before.
 func fresh(before, after []health.Op) bool {
 	tried := make(map[health.Op]bool, len(before))
 	for _, op := range before {

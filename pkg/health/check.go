@@ -74,9 +74,9 @@ type Check struct {
 	Thresholds Thresholds
 }
 
-// Thresholds are how many outcomes of one kind in a row change a verdict. They have the meaning
-// that they have in lua-resty-healthcheck: a success resets the counters of all failures, a failure
-// that of successes. 0: never by this kind.
+// Thresholds are how many outcomes of one kind in a row change a verdict. They mean the same as in
+// lua-resty-healthcheck: a success resets all counters of failures, and a failure resets that of
+// successes. 0: outcomes of this kind are not counted.
 type Thresholds struct {
 	Successes, HTTPFailures, TCPFailures, Timeouts uint8
 }
@@ -129,7 +129,7 @@ type Job struct {
 	Check *Check
 	// Due is when it should begin.
 	Due time.Time
-	// Silent reports that the last probe of the target ended by Timeout.
+	// Silent reports whether the last probe of the target ended by Timeout.
 	Silent bool
 	// Ticket identifies this probe in [Set.Report]: an outcome changes nothing after its target has
 	// left or its check has changed.

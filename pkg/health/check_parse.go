@@ -16,8 +16,8 @@ import (
 )
 
 // CheckAnnotation is the annotation of a Service that holds its check, as [ParseCheck] reads it.
-// The agent's file takes the same. For the targets of one of its named ports, [CheckAnnotationOf]
-// wins over it.
+// The agent's file accepts the same text. For the targets of a named port, the annotation
+// [CheckAnnotationOf] of the port takes precedence.
 const CheckAnnotation = "lameduck.io/health-check"
 
 // CheckAnnotationOf is the annotation of a Service that holds the check of the targets of one of
@@ -67,10 +67,10 @@ type checkText struct {
 }
 
 // DefaultCheck returns the check that an empty object stands for: GET / each 10 s with a timeout of
-// 1 s. Timeout, path, verification and thresholds are lua-resty-healthcheck's defaults. It has no
-// default for the interval. It ignores statuses that are neither among its good ones (200, 302) nor
-// among its bad ones (404, 429, 500 to 505); a check here ignores none: 200 to 399 are good, all
-// others bad, which agrees with it where it judges at all, and with the kubelet.
+// 1 s. Timeout, path, verification and thresholds are the defaults of lua-resty-healthcheck, which
+// has none for the interval. Statuses 200 to 399 are successes and all others failures, as for the
+// kubelet. lua-resty-healthcheck counts 200 and 302 as successes, 404, 429 and 500 to 505 as
+// failures, and ignores the rest.
 func DefaultCheck(p Protocol) Check {
 	c := Check{
 		Protocol: p, Interval: 10 * time.Second, Timeout: time.Second,

@@ -2,17 +2,17 @@
 // what the gateway should do with each of them. It sends no probes (package probe does) and does
 // not talk to the gateway ([github.com/lameduck-io/lameduck/pkg/gateway.Director] does).
 //
-// The [Set] has four inputs and one output. EndpointSlices claim the pods that are to be routable
-// ([Set.Change]); coordinators exclude the pods that the gateway must stop routing to
-// ([Set.Exclude], [Set.Readmit], [Set.MarkTerminating]); probes judge the health of targets
-// ([Set.Due], [Set.Report]); readings of the gateway show what it really does ([Set.Observe]). The
-// output is the operations that are still needed ([Set.Pending]) and the state of each exclusion
-// ([Set.Exclusions]), which is what the agent acknowledges.
+// The [Set] has four inputs. EndpointSlices list the targets that may be routed ([Set.Change]).
+// Coordinators exclude pods ([Set.Exclude], [Set.Readmit], [Set.MarkTerminating]). Probes measure
+// the health of targets ([Set.Due], [Set.Report]). Readings show what the gateway does
+// ([Set.Observe]). It has three outputs: the operations that the gateway still needs
+// ([Set.Pending]), the keys to read ([Set.Watched]), and the state of each exclusion
+// ([Set.Exclusions]), which the agent reports.
 //
-// There are two masks. Routable are the targets that a pod claims which is neither excluded nor
-// terminating. Of the routable targets, the usable ones are chosen for traffic. If too few are
-// usable, all are. An exclusion changes no health record, and a lack of healthy targets never
-// readmits an excluded one.
+// Two masks select targets. Routable are the targets that EndpointSlices list as ready and whose
+// pod is neither excluded nor terminating. Of the routable targets, the usable ones are chosen for
+// traffic. If too few are usable, all are. An exclusion changes no health record, and a lack of
+// healthy targets never readmits an excluded one.
 //
 // Rules that hold after every call:
 //
@@ -43,7 +43,7 @@
 //
 // The set has no clock, no I/O and no goroutine; it is safe for concurrent use.
 //
-// Inside, each pool is a map of its targets, all under one mutex. No call walks over all targets to
-// find some: operations and reads that are due are lists that a record enters and leaves when it
-// changes, probes wait in a heap, and each pool keeps counts of its targets by condition.
+// Inside, each pool is a map of its targets, all under one mutex. Lists have the records whose
+// operation or reading is due; a record enters and leaves them when it changes. Probes wait in a
+// heap, and each pool counts its targets by condition. So few calls visit all targets, see [Set].
 package health

@@ -29,7 +29,7 @@ const (
 // Exclusion is the present state of an exclusion, an agent's rule not to route to a pod UID.
 type Exclusion struct {
 	UID UID
-	// Since is the oldest start of the drain that any holder gave. It travels with the exclusion.
+	// Since is the earliest start of the drain that any holder gave.
 	Since time.Time
 	State State
 	// StateSince is when State was entered.
@@ -38,8 +38,8 @@ type Exclusion struct {
 	Generation string
 	// Targets is how many targets of the pod the set knows, over all pools.
 	Targets int
-	// Kept are the pools in which the pod is kept, if State is Kept. Quiet reports that it is Idle
-	// in its other pools.
+	// Kept are the pools in which the pod is kept, if State is Kept. NoConnections reports whether
+	// it is Idle in its other pools.
 	Kept          []Pool
 	NoConnections bool
 }
@@ -150,9 +150,9 @@ func (s *Set) readmitIfFree(p *pod, flags flag) {
 	}
 }
 
-// Of returns the state of a pod in the gateway, excluded or not, which is that of its least
-// advanced target, and whether requests or connections were seen in flight to a target that is
-// Removed.
+// Of returns the state of a pod in the gateway, whether it is excluded or not: the lowest state of
+// its targets. inFlight reports whether that is Removed and requests or connections to the pod were
+// counted. generation is that of the readings.
 func (s *Set) Of(uid UID) (state State, inFlight bool, generation string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -213,12 +213,11 @@ func (s *Set) markTerminating(now time.Time, at int64, uid UID) {
 // Lapse ends the exclusions whose holders did not renew them in time and forgets the pods that have
 // been terminating long enough. It returns the UIDs whose last holder expired, sorted.
 //
-// A missing renewal does not mean that the pod stays: all coordinators may be down. The targets of
-// such a pod therefore stay out until EndpointSlices list them as ready again ([Set.Change]) or a
-// watcher confirms that its data is fresh ([Set.Refreshed]) and, where their pool has a check,
-// until a probe succeeds. Without either they stay out, however long: these are pods that were
-// about to be deleted, and at most half of a Service's. But in a pool without any other routable
-// target they are taken back immediately, and one that was kept stays.
+// A missing renewal does not mean that the pod stays: all coordinators may be down. So the targets
+// of such a pod stay out until EndpointSlices list them as ready again ([Set.Change]) or the data
+// is confirmed ([Set.Refreshed]). In a pool with a check, a probe must also succeed. There is no
+// other bound: these pods were about to be deleted, and they are at most half of a Service's. In a
+// pool without another routable target they return immediately, and a kept target stays.
 func (s *Set) Lapse(now time.Time) []UID {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -249,9 +248,9 @@ func (s *Set) Lapse(now time.Time) []UID {
 	return lapsed
 }
 
-// Refreshed records that what EndpointSlices have reported so far is what the API server had at
-// asOf, or later: a watch is known to work, or a list was made. It confirms the targets of pods
-// whose exclusions lapsed before that.
+// Refreshed records that the set has received every change of EndpointSlices up to asOf, because a
+// list was made or the watch was seen to work. It confirms the targets of pods whose exclusions
+// lapsed before asOf.
 func (s *Set) Refreshed(asOf time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

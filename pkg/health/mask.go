@@ -42,9 +42,8 @@ const (
 	isExcluded // and claimed
 	isRoutable
 	isUsable // and routable
-	// isSure is a chosen target that the gateway routes to in each process, by a reading of the
-	// present generation; isFresh one of these that was read since the last exclusion in the pool
-	// began; isWell one of these that is usable.
+	// isSure: a chosen target that every process routes to, by a reading of the present generation.
+	// isFresh: also read since the last exclusion in the pool began. isWell: also usable.
 	isSure
 	isFresh
 	isWell
@@ -276,9 +275,9 @@ func (s *Set) sweep(p *pool) {
 // mayStay reports whether r, a withheld record, serves, so that it can be kept.
 func (s *Set) mayStay(r *record) bool { return s.serves(r) && !r.routable() }
 
-// compareKept orders the candidates to be kept: first by being usable, if that is why one is kept;
-// then those that no process lacks, then usable ones, then those without a holder, then the one
-// that was excluded last.
+// compareKept orders the candidates to be kept. If leans is set, usable ones come first. Then come
+// those that no process lacks, usable ones, those without a holder, and those that were excluded
+// later.
 func compareKept(a, b *record, leans bool) int {
 	rank := func(r *record) (rank int, order uint64) {
 		if r.pod != nil {

@@ -137,11 +137,11 @@ func (s *Set) SetCheck(now time.Time, pool Pool, c Check) {
 	s.end(now)
 }
 
-// Due appends to jobs at most most probes that are due at now, and returns when to ask again: the
-// zero time if no target is to be probed at all, so that the caller waits until it is woken. A
-// target has at most one probe in flight. The probes of a check are spread evenly over its
-// interval, and a target's first probe comes within one interval. Each target keeps its time in the
-// interval, however late a probe is handed out.
+// Due appends to jobs the probes that are due at now, at most most of them, and returns when to
+// call it again. The zero time means that no target has a check: call it again after
+// [Set.SetCheck]. A target has at most one probe in flight. The probes of a check are spread evenly
+// over its interval, and a target's first probe comes within one interval. Each target keeps its
+// time in the interval, however late a probe is handed out.
 //
 // Every job has to be answered by [Set.Report]. After three intervals without an answer it is given
 // up, and the target is probed again. If the clock jumps, the times of all probes move with it:
@@ -231,8 +231,9 @@ func (s *Set) take(at int64, r *record, outcome Outcome) bool {
 	return s.fresh
 }
 
-// Work is signaled when the outcome of a probe has made an operation necessary: see [Set.Pending].
-// After any other change its caller has to look itself. There must be only one receiver.
+// Work receives a value when the outcome of a probe has made an operation pending ([Set.Pending]).
+// After any other change of the set, the caller must wake the director itself. There must be only
+// one receiver.
 func (s *Set) Work() <-chan struct{} { return s.work }
 
 func (s *Set) tell(fresh bool) {

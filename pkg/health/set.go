@@ -41,9 +41,10 @@ type Options struct {
 
 // Set holds every target that EndpointSlices, an operator or an earlier agent gave the gateway, the
 // exclusions, and the health. See the package comment for the rules. Its methods may be called from
-// any goroutine. The cost of a call depends on what it changes, not on the size of the set, except
-// where it changes something for all: another generation of the gateway (all targets), an
-// exclusion, a check, or a pool that begins to fail open (all of its targets).
+// any goroutine. The cost of a call depends on what it changes, not on the size of the set, with
+// these exceptions. The first holder of an exclusion and another generation of the gateway visit
+// all targets. An exclusion, a check, and a pool that begins to fail open visit all targets of a
+// pool.
 type Set struct {
 	usablePercent int
 	work          chan struct{}
@@ -103,9 +104,9 @@ func (s *Set) pool(name Pool) *pool {
 }
 
 // Change applies changes of endpoints to pool. Endpoints that are not in changes stay as they are.
-// The pod of a terminating endpoint is never routed again. Changes are applied in order and all
-// together: no operation follows from only some of them. A target should be in changes only once,
-// or its health may be forgotten when it leaves and returns in the same call.
+// The pod of a terminating endpoint is never routed again. Changes are applied in order, and
+// operations are computed only after the last one. A target should be in changes only once, or its
+// health may be forgotten when it leaves and returns in the same call.
 func (s *Set) Change(now time.Time, pool Pool, changes []Change) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -198,10 +199,10 @@ func (s *Set) Adopt(now time.Time, keys []Key) {
 
 // Pending returns the operations that the last readings do not show as done, in the order to apply
 // them: first those that bring targets in, then those that take them out, then those that delete
-// them. There are none while the gateway is unread. An exclusion takes out only targets that were
-// read in this generation and since the last exclusion in their pool began, because the last target
-// must be known first. The caller applies the operations and then reads their keys: until then the
-// set does not forget a key that was to be routed.
+// them. There are none while the gateway is unread. To find the last target of a pool first, an
+// exclusion removes only targets that were read in this generation, after the last exclusion in
+// their pool began. The caller applies the operations and then reads their keys: until then the set
+// does not forget a key that was to be routed.
 func (s *Set) Pending() []Op {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -223,10 +224,10 @@ func (s *Set) Pending() []Op {
 	return ops
 }
 
-// Watched returns the keys to read now, sorted: those of excluded pods, every time, because a
-// gateway may route to them again; those that were not read in the present generation, or not since
-// they were to be routed; and those that must be seen routed before a target of their pool may be
-// taken out.
+// Watched returns the keys to read now, sorted. Keys of excluded pods are always among them,
+// because a gateway may route to them again. Others are those not read in this generation, those
+// not read since they were to be routed, and those that must be seen routed before a target of
+// their pool may be removed.
 func (s *Set) Watched() []Key {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -239,8 +240,8 @@ func (s *Set) Watched() []Key {
 }
 
 // Observe records a reading. Readings of keys that the set no longer has change nothing, nor does a
-// reading that began before the last one. A new generation voids all other readings, an unread pool
-// those of its own targets.
+// reading that began before the last one. A new generation voids the readings of all other keys. A
+// pool that could not be read voids the readings of its own targets.
 //
 // In the first generation, a target of a pool with a check that is in the gateway but not routed
 // was taken out by an earlier agent, whose verdicts are unknown. It stays out until a probe of it

@@ -36,8 +36,8 @@ const (
 	// WhyLapsed targets have no traffic because the exclusion of their pod lapsed and nothing has
 	// confirmed the pod since, see [Set.Lapse].
 	WhyLapsed
-	// WhyUnproven targets have no traffic because the gateway gave them none when the agent
-	// started, and probes have no verdict yet.
+	// WhyUnproven targets have no traffic because the gateway did not route to them when the agent
+	// started, and its check has had neither a success nor a verdict since.
 	WhyUnproven
 	// WhyNotReady targets have no traffic because EndpointSlices do not list them as ready.
 	WhyNotReady

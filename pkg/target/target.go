@@ -18,14 +18,14 @@ const (
 	Unknown State = iota
 	// Routing: new requests may still be sent to the pod.
 	Routing
-	// Kept: the pod is the last one that the gateway routes to in some Service, and stays there
-	// until another is.
+	// Kept: in at least one Service the pod is the last target that the gateway routes to. It stays
+	// routed there until the gateway routes to another one.
 	Kept
 	// Removed: nothing that reaches any process of the gateway from now on is sent to the pod.
 	Removed
-	// Idle: Removed, and no request or connection is queued, retrying or in flight to the pod.
-	// Connections that clients keep from one request to the next do not count where they can be
-	// told from others. It is a level: the state may be Removed again.
+	// Idle: Removed, and no request or connection is queued, retrying or in flight to the pod. A
+	// keep-alive connection without a request does not count, if the gateway can distinguish it.
+	// Idle may become Removed again, for example when another connection arrives.
 	Idle
 )
 

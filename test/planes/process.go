@@ -29,8 +29,8 @@ type Program struct {
 	ends func()
 }
 
-// StartProgram starts a program, which ends with the test at the latest, and waits until it
-// listens.
+// StartProgram starts a program and waits up to 20 s until it accepts a connection at the address
+// listens. The program is killed when the test ends.
 func StartProgram(t testing.TB, listens, path string, args ...string) *Program {
 	t.Helper()
 	var out bytes.Buffer // read once the process has ended
@@ -72,7 +72,8 @@ func (p *Program) Signal(s syscall.Signal) {
 // Kill ends the process with SIGKILL, and waits for its end.
 func (p *Program) Kill() { p.ends() }
 
-// Replace writes a file that a program watches, at once.
+// Replace replaces the content of a file atomically, so that a program that watches it never reads
+// a part.
 func Replace(t testing.TB, path, content string) {
 	t.Helper()
 	if err := os.WriteFile(path+".new", []byte(content), 0o644); err != nil {
@@ -115,7 +116,7 @@ func RunGateway(t testing.TB, g gateway.Observed) {
 	t.Cleanup(func() { cancel(); wg.Wait() })
 }
 
-// Await waits until the reading of w has a state.
+// Await waits until the reading of w has a state, and fails the test after 10 s.
 func Await(t testing.TB, w gateway.Watch, state health.State) {
 	t.Helper()
 	Until(t, "it is "+state.String(), func() bool { return w.Reading().State == state })
@@ -124,7 +125,7 @@ func Await(t testing.TB, w gateway.Watch, state health.State) {
 // within is how long a data plane may take for anything.
 const within = 10 * time.Second
 
-// Until waits until is returns true.
+// Until waits until is() is true, and fails the test after 10 s with what.
 func Until(t testing.TB, what string, is func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(within); !is(); time.Sleep(time.Millisecond) {

@@ -5,12 +5,13 @@
 // The state of one stream is a [Session], which makes the decisions and does no I/O. Each replica
 // has a goroutine of its own that knows one address. It opens the stream, declares what the gateway
 // routes, excludes what is being drained, and then passes messages in both directions until the
-// stream is lost. Then it starts again, after a pause that grows to [maxPause], which is below the
-// time after which the coordinator counts an agent as lost.
+// stream is lost. Then it connects again, after a pause of at most 2 s. The coordinator treats an
+// agent as lost after 5 s (drain.Times.Away).
 //
 // An exclusion has an expiry for each holder, which is one epoch of a replica. Every message of a
-// stream renews all expiries of its holder. A complete list of open drains ([wire.TypeSynced]) ends
-// the expiries of *that* holder that are not in the list, and of no other.
+// stream renews the exclusions of its holder. After a complete list of open drains
+// ([wire.TypeSynced]), the client ends the exclusions of that holder that are not in the list.
+// Other holders keep theirs.
 package client
 
 import (
@@ -36,7 +37,7 @@ import (
 )
 
 const (
-	// PostTimeout bounds a declaration or a batch of reports.
+	// PostTimeout bounds a declaration, Leave, and the write of a batch of reports.
 	PostTimeout = 5 * time.Second
 	// helloTimeout bounds the wait for the first message of a stream.
 	helloTimeout = 5 * time.Second
@@ -51,7 +52,8 @@ const (
 type Exclusions interface {
 	// Exclude begins or renews an exclusion for holder until expires.
 	Exclude(now time.Time, pod drain.Pod, holder string, since, expires time.Time)
-	// Readmit ends holder's part in an exclusion. dead: the pod is terminating or deleted.
+	// Readmit ends the exclusion for holder. dead: the pod is terminating or deleted, and must not
+	// be routed again.
 	Readmit(now time.Time, uid drain.UID, holder string, dead bool)
 	// Renew extends all of holder's expiries.
 	Renew(now time.Time, holder string, expires time.Time)
@@ -67,7 +69,7 @@ type Exclusions interface {
 type Watches interface {
 	// Watch begins to observe a pod for holder, or updates w.
 	Watch(now time.Time, w drain.Watch, holder string)
-	// Unwatch ends that. gone: the pod does not exist any more.
+	// Unwatch ends the observation for holder. gone: the pod is deleted.
 	Unwatch(now time.Time, uid drain.UID, holder string, gone bool)
 	// Watched returns the pods that holder wants observed.
 	Watched(holder string) []drain.UID
@@ -93,8 +95,8 @@ type Observer interface {
 
 // Client keeps a stream open to every coordinator replica. Make it with New, then Run it.
 type Client struct {
-	// HTTP makes the requests. It must not have a timeout of its own, and should speak HTTP/1.1
-	// over TLS.
+	// HTTP makes the requests. It must have no timeout, and must use HTTP/1.1: a stream is an
+	// upgraded connection.
 	HTTP *http.Client
 	// Token returns the bearer token to use now.
 	Token func() (string, error)
@@ -190,7 +192,7 @@ func (c *Client) Wake() {
 	}
 }
 
-// Leave tells every replica that the gateway accepts no more traffic, permanently, so that no
+// Leave reports to every replica that the gateway permanently accepts no more traffic, so that no
 // deletion waits for this agent. Call it only when that is so: an agent that is asked to stop
 // usually ends before its gateway. Open streams continue for existing exclusions until Run ends; no
 // new one is opened. A replica that is not reached stops waiting when this agent's pod is no longer
@@ -232,8 +234,8 @@ func (r *replica) leave(ctx context.Context) error {
 	return nil
 }
 
-// Learned is closed once every replica known at some moment has sent the open drains of what was
-// declared, so that all of them are excluded.
+// Learned returns a channel that is closed once every replica that Replicas named has sent the open
+// drains of the declared Services. All of these pods are excluded then.
 func (c *Client) Learned() <-chan struct{} { return c.learned }
 
 // Run keeps the streams open until ctx is done, and returns nil when all have ended.

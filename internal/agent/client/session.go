@@ -68,9 +68,9 @@ func (s *Session) expires(now time.Time) time.Time {
 	return now.Add(time.Duration(s.Hello.ExpiryMillis) * time.Millisecond)
 }
 
-// Message carries out the next message of the stream. synced: it has completed the list of open
-// drains, so the agent declares its routes now. news: there may be something to report. The error
-// is the reason to end the stream.
+// Message carries out the next message of the stream. synced reports whether it completed the first
+// list of open drains: the agent then declares its routes. news reports whether reports may have
+// changed. An error ends the stream.
 func (s *Session) Message(now time.Time, m wire.Message) (synced, news bool, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -46,7 +46,7 @@ const (
 	liveTimeout    = time.Second
 	// maxID is the longest id that is looked up.
 	maxID = 64
-	// HeaderTime is how long a hook's request may take to arrive.
+	// HeaderTime bounds the arrival of a hook's request, and the write of its answer.
 	HeaderTime = 5 * time.Second
 )
 
@@ -80,8 +80,9 @@ type wait struct {
 	text string
 }
 
-// New returns a server for the hooks of pods. g is the node's gateway, ask asks a coordinator, see
-// [client.Client.Barrier], and live reads a pod when the watch may be late, see [nodepods.Live].
+// New returns a server for the hooks of pods. g is the node's gateway. ask asks a coordinator, as
+// Client.Barrier in package client does. live reads a pod from the API server when the watch may be
+// late, as [nodepods.Live] does.
 func New(pods *nodepods.Pods, g gateway.Observed, live func(context.Context, drain.Pod) (nodepods.Pod, bool, error),
 	ask func(context.Context, wire.BarrierRequest) (wire.BarrierStatus, error), r prometheus.Registerer,
 	log *slog.Logger,
@@ -283,8 +284,9 @@ func (s *Server) join(p nodepods.Pod) (*wait, error) {
 }
 
 // leave ends the wait of p, so that later hooks begin another one. If the wait was for the stop of
-// a container, and the pod itself has been deleted in the meantime, hooks of the deletion may have
-// joined it. Then leave sets p to the terminating pod, and returns true: it has to wait again.
+// a container and the pod has become terminating in the meantime, hooks of the deletion may have
+// joined it. Then leave sets p to the terminating pod and returns false: the caller must wait
+// again.
 func (s *Server) leave(p *nodepods.Pod, why outcome) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -337,7 +339,7 @@ func (s *Server) wait(p nodepods.Pod) (why outcome, detail string) {
 
 // restart makes directed gateways exclude a pod whose container is about to be stopped although the
 // pod stays: the kubelet restarts the container, evicts the pod or shuts the node down. It returns
-// by until, or as soon as the pod is deleted.
+// by until, or as soon as the pod is terminating.
 func (s *Server) restart(p nodepods.Pod, until time.Time, detail string) (outcome, string) {
 	ctx, cancel := context.WithDeadline(context.Background(), until)
 	var looking sync.WaitGroup
@@ -404,9 +406,9 @@ func (s *Server) barrier(p nodepods.Pod) (outcome, string) {
 	}
 }
 
-// Run keeps the agent running while hooks wait, for at most grace after ctx is done, and then
-// answers the remaining ones. Until then new hooks are still accepted: a refused hook ends
-// immediately, and its pod stops.
+// Run returns when no hook waits any more after ctx is done, or after grace. It then answers the
+// remaining hooks. Until then new hooks are accepted, because a refused hook ends immediately and
+// its pod stops.
 func (s *Server) Run(ctx context.Context, grace time.Duration) error {
 	<-ctx.Done()
 	timer := time.NewTimer(grace)

@@ -13,8 +13,8 @@ type outcome string
 const (
 	// outBound: the bound came before an answer.
 	outBound outcome = "Bound"
-	// outLocal: no coordinator could be asked. Only this node's kernel has stopped routing.
-	// Uncovered.
+	// outLocal: no coordinator could be asked, and this node's kernel has stopped routing. Other
+	// gateways may still route to the pod.
 	outLocal outcome = "Local"
 	// outRestart: only a container of the pod is stopped, or the node. Directed gateways have
 	// excluded the pod.

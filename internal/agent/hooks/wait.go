@@ -30,9 +30,9 @@ const (
 	answerMargin = 250 * time.Millisecond
 )
 
-// Wait is the wait of the hooks of a deleted pod, as steps: for a coordinator or, while none can be
-// asked, for this node's kernel. It has no goroutine, timer or clock. Its caller calls [Wait.Look]
-// repeatedly, and carries out what the fields ask for.
+// Wait is the wait of the hooks of a terminating pod, as steps: for the answer of a coordinator or,
+// while none can be asked, for this node's kernel. It has no goroutine, timer or clock. Its caller
+// calls [Wait.Look] repeatedly, and carries out what the fields ask for.
 type Wait struct {
 	// Over: answer the hooks, with Outcome. Otherwise Wake is when to look again, unless the kernel
 	// or an answer changes something before.
@@ -147,9 +147,10 @@ func (w *Wait) Answered(now time.Time, passed wire.BarrierStatus, err error) {
 }
 
 // mayStop reports whether a pod that a coordinator has released may be told to stop, and with which
-// outcome. The kernel of the pod's own node sees every connection to the pod: also those that came
-// after that agent last reported Idle, from nodes that are not asked or by a load balancer, and
-// those for which the pod or one of its Services asks to wait.
+// outcome. The kernel of the pod's node has every connection to the pod. That includes connections
+// that arrived after this agent last reported Idle, from nodes that are not asked or from a load
+// balancer. It also includes idle keep-alive connections, for which lameduck.io/idle-bound can
+// request a wait.
 func (w *Wait) mayStop(now time.Time, is gateway.Reading) (outcome, bool) {
 	why := outcome(w.passed.Reason)
 	acknowledged := w.passed.Reason == drain.Acknowledged.String()

@@ -57,7 +57,7 @@ func wall() Stamp { return Stamp{At: time.Duration(time.Now().UnixNano())} }
 type content struct {
 	Version int   `json:"lameduckExclusions"`
 	Written Stamp `json:"written"`
-	// Expiries is in how long each holder's expiry ends.
+	// Expiries is the time until each holder's expiry, from Written on.
 	Expiries   map[string]time.Duration `json:"expiries"`
 	Exclusions []line                   `json:"exclusions"`
 }

@@ -56,8 +56,8 @@ type Exclusion struct {
 	// Since is the oldest start of the drain that any holder gave. The zero time: the pod was only
 	// recorded as terminating.
 	Since time.Time
-	// Expiries is when each holder's part expires. After Open this may be in the past: the caller
-	// ends such exclusions, because that takes more than time.
+	// Expiries is when each holder's part expires. After Open this may be in the past. The caller
+	// decides when to end such an exclusion: time alone does not, see package exclusion.
 	Expiries map[string]time.Time
 	// Terminating reports whether the pod was seen terminating or deleted.
 	Terminating bool
@@ -121,8 +121,9 @@ func Open(ctx context.Context, dir string, wrote func(error), log *slog.Logger) 
 	return j, nil
 }
 
-// On reads the journal on disk, at the moment that is now and at. A nil disk means that the journal
-// is in memory only. wrote, which may be nil, is called after each attempt to write.
+// On returns the journal that is stored on disk. now and at are the same moment, by the wall clock
+// and since boot. With a nil disk the journal is in memory only. wrote, which may be nil, is called
+// after each attempt to write.
 func On(disk Disk, now time.Time, at Stamp, wrote func(error), log *slog.Logger) *Journal {
 	j := &Journal{disk: disk, wrote: wrote, log: log, wake: signal.New(),
 		byUID: map[drain.UID]*exclusion{}, expiries: map[string]time.Time{}}
@@ -174,8 +175,8 @@ func (j *Journal) Exclusions() []Exclusion {
 	return all
 }
 
-// Exclude records an exclusion of holder on pod, or renews all of holder's expiries. The oldest
-// since of all holders is kept.
+// Exclude records that holder excludes pod, and extends holder's expiry to expires at least. A
+// holder has one expiry for all of its exclusions. The earliest since of all holders is kept.
 func (j *Journal) Exclude(pod drain.Pod, holder string, since, expires time.Time) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -199,7 +200,7 @@ func (j *Journal) Exclude(pod drain.Pod, holder string, since, expires time.Time
 	j.renew(holder, expires)
 }
 
-// Renew extends all of holder's expiries until expires at least.
+// Renew extends holder's expiry to expires at least.
 func (j *Journal) Renew(holder string, expires time.Time) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -215,7 +216,7 @@ func (j *Journal) renew(holder string, expires time.Time) {
 	}
 }
 
-// Readmit records that holder's expiry on uid has ended.
+// Readmit records that holder no longer excludes uid.
 func (j *Journal) Readmit(uid drain.UID, holder string) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -242,8 +243,8 @@ func (j *Journal) Terminate(now time.Time, uid drain.UID) {
 	}
 }
 
-// Lapse ends every holder's part that has expired at now, and returns the UIDs of the pods, other
-// than terminating ones, that have no holder any more, sorted. It also forgets old terminating
+// Lapse ends the exclusions whose holder's expiry is before now. It returns the UIDs of the pods
+// that have no holder any more and are not terminating, sorted. It also forgets old terminating
 // pods. Call it every few seconds.
 func (j *Journal) Lapse(now time.Time) []drain.UID {
 	j.mu.Lock()
@@ -328,8 +329,8 @@ func (j *Journal) Settled(now time.Time, uid drain.UID) bool {
 	return s == nil || j.disk == nil || j.tried >= s.added || j.stuck(now)
 }
 
-// Err returns why the last attempt to write the file, or to read it at the start, failed. Nil: it
-// did not.
+// Err returns the error of the last attempt to write the file or, before the first attempt, of
+// reading it. It also returns an error while a write takes longer than SyncTimeout.
 func (j *Journal) Err() error {
 	j.mu.Lock()
 	defer j.mu.Unlock()

@@ -22,12 +22,12 @@ type Client interface {
 	Close()
 }
 
-// Harness is one running proxy with a gateway before it. A nil function says that this data plane
-// cannot do it; the parts of the contract that need it are skipped.
+// Harness is one running proxy and a gateway that directs it. If a function is nil, the parts of
+// the contract that need it are skipped.
 type Harness struct {
 	// Gateway is the one under test.
 	Gateway gateway.Directed
-	// Open makes another gateway object before the same proxy, as an agent does that was restarted.
+	// Open returns another gateway for the same proxy, as a restarted agent opens one.
 	Open func(t testing.TB) gateway.Directed
 	// Owned is a pool whose targets the agent makes and deletes.
 	Owned health.Pool
@@ -42,9 +42,9 @@ type Harness struct {
 	Freeze, Thaw func(t testing.TB)
 	// Kill ends the proxy permanently.
 	Kill func(t testing.TB)
-	// Masks: the proxy gets its targets by itself, and the gateway only keeps it from some. What it
-	// was not told of may be routed, the last target of a pool is, and its generation outlives
-	// those of the proxy.
+	// Masks: the proxy finds its targets by itself, and the gateway only hides some. A target that
+	// the gateway has not received may be routed, the last target of a pool always is, and a
+	// restart of the proxy does not change the generation.
 	Masks bool
 	// GoneWithin bounds how long an idle target may take to be gone after WantAbsent; 0 means 10 s.
 	GoneWithin time.Duration
@@ -53,7 +53,8 @@ type Harness struct {
 // callTimeout bounds one call of a gateway in these tests.
 const callTimeout = 10 * time.Second
 
-// Run runs the contract, each part on a harness of its own.
+// Run runs the contract of [gateway.Directed]. Each part calls start for a harness of its own, and
+// the parts run in parallel.
 func Run(t *testing.T, start func(t *testing.T) *Harness) {
 	parts := []struct {
 		name string

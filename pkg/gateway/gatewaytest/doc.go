@@ -1,11 +1,12 @@
-// Package gatewaytest is the contract of gateway.Directed as a test. Every directed data plane
-// passes it on the real proxy.
+// Package gatewaytest has the contracts of gateway.Directed ([Run]) and gateway.Observed
+// ([RunObserved]) as tests. The package of each kind of gateway runs one of them, if possible on
+// the real data plane.
 //
 // [Run] takes a function that starts one proxy with one gateway, as a [Harness]. Requests are real
 // HTTP requests to real servers, so that the gateway's readings can be compared with the requests
-// that arrived. "Nothing is sent to a removed target" is judged by the time at which the client
-// sent a request, not by its arrival: each request carries the phase in which it was sent, and no
-// request of a phase after the reading may arrive.
+// that arrived. The rule "nothing is sent to a removed target" applies to the time at which the
+// client sent a request, not to its arrival. Each request carries the phase in which it was sent.
+// No request of a phase after the reading may arrive.
 package gatewaytest
 
 import (
@@ -15,8 +16,8 @@ import (
 	"testing"
 )
 
-// LookPath finds the program of a real data plane, also where make envoy and make traefik have put
-// it. Without it the test ends as by [Missing].
+// LookPath returns the path of a program: from PATH, or from the cache that make envoy and make
+// traefik fill. If there is none, it calls [Missing].
 func LookPath(t testing.TB, program string) string {
 	t.Helper()
 	path, err := exec.LookPath(program)
@@ -32,8 +33,8 @@ func LookPath(t testing.TB, program string) string {
 	return ""
 }
 
-// Missing ends a test that needs something real which is not here: it is skipped on a laptop, and
-// fails where REQUIRE_REAL=1 or CI=true says that everything must be there.
+// Missing ends a test that needs a real part which is not installed. It skips the test, or fails it
+// if REQUIRE_REAL=1 or CI=true is set.
 func Missing(t testing.TB, what string, err error) {
 	t.Helper()
 	if os.Getenv("REQUIRE_REAL") == "1" || os.Getenv("CI") == "true" {

@@ -19,7 +19,8 @@ type ObservedHarness struct {
 	// Target is a target of the data plane, which is not routed at the start. There is another
 	// target, which always is.
 	Target netip.AddrPort
-	// Route has the data plane send to Target too, Unroute only to the other one.
+	// Route makes the data plane send to Target too, Unroute only to the other target. Both are
+	// also called from other goroutines, and may return before the data plane follows.
 	Route, Unroute func()
 	// Connect opens a connection through the data plane. It reports whether Target has it.
 	Connect func() (atTarget bool, end func(), err error)
@@ -28,7 +29,8 @@ type ObservedHarness struct {
 // observedWithin is how long a data plane may take for anything.
 const observedWithin = 10 * time.Second
 
-// RunObserved runs the contract of [gateway.Observed], each part on a harness of its own.
+// RunObserved runs the contract of [gateway.Observed]. Each part calls start for a harness of its
+// own, one after the other. A data plane has 10 s for each change.
 func RunObserved(t *testing.T, start func(t *testing.T) *ObservedHarness) {
 	for name, part := range observedParts {
 		t.Run(name, func(t *testing.T) {
@@ -127,8 +129,8 @@ var observedParts = map[string]func(*ObservedHarness) error{
 	},
 }
 
-// watch returns a watch, and what waits for a state without looking but when it was told of a
-// change. Where Removed is waited for Idle will do.
+// watch returns a watch, and a function that waits for a state. The function reads only after
+// changed was called. Idle also counts as Removed.
 func (h *ObservedHarness) watch() (gateway.Watch, func(health.State) error) {
 	news := make(chan struct{}, 1)
 	w := h.Gateway.Watch([]netip.AddrPort{h.Target}, func() {

@@ -30,20 +30,21 @@ type Service struct {
 	Service string `json:"service"`
 	// Port is the name of its port. Empty: the only one.
 	Port string `json:"port,omitempty"`
-	// Sticky says that the gateway binds clients to a pod, by a cookie for example. It is refused.
+	// Sticky states that the gateway binds clients to a pod, for example by a cookie. true is
+	// refused.
 	Sticky bool `json:"sticky,omitempty"`
-	// Identity pod says that the gateway verifies who each pod is, by a certificate of its own
-	// (HBONE, Linkerd). It is refused.
+	// Identity "pod" states that the gateway verifies the identity of each pod by a certificate
+	// (HBONE, Linkerd). Every value but the empty one is refused.
 	Identity string `json:"identity,omitempty"`
-	// HTTP1Quiet, for plain HTTP/1.1 only: connections to an excluded pod, and redirected ones of a
-	// pod that is routed again, are closed when nothing has passed on them for so long since an
-	// answer. An answer that pauses for longer is cut. Empty: none is closed.
+	// HTTP1Quiet is a duration such as 1s, at least 50ms, for plain HTTP/1.1 only. The agent closes
+	// connections to an excluded pod, and redirected connections of a pod that is routed again,
+	// once nothing has passed for this long after an answer. An answer that pauses for longer is
+	// cut off. Empty: no connection is closed.
 	HTTP1Quiet string `json:"http1Quiet,omitempty"`
 }
 
-// minQuiet is longer than the 40 ms after which the other end acknowledges what it does not answer:
-// a request that was sent in the same tick of the kernel's clock as the answer before it is told by
-// that.
+// minQuiet is longer than the 40 ms of a delayed acknowledgement. A request that was sent in the
+// same tick of the kernel's clock as the answer before it is recognized by that acknowledgement.
 const minQuiet = 50 * time.Millisecond
 
 func (s Service) pool() health.Pool { return health.Pool(s.Service + ":" + s.Port) }
@@ -124,8 +125,9 @@ const (
 	settle = 10 * time.Second
 )
 
-// NextExpiry returns until when an exclusion is to stand that stands until expires (0: it is new),
-// all since boot. wanted reports whether it is still asked for.
+// NextExpiry returns the new expiry of an exclusion whose present expiry is expires; 0: it is new.
+// All times are since boot, and boot is now. wanted reports whether a coordinator still excludes
+// the address.
 func NextExpiry(wanted bool, expires, boot time.Duration) time.Duration {
 	switch left := expires - boot; {
 	case wanted && left < renewAt:

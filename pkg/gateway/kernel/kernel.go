@@ -62,7 +62,8 @@ type targetKey struct {
 	Pool    [maxPool]byte
 }
 
-// Direct implements gateway.DirectedKind: the programs are in the pod's cgroup from then on.
+// Direct implements gateway.DirectedKind. It attaches the programs to the pod's cgroup, and fails
+// if a connection of this process to an excluded test address is not redirected within 1 s.
 func (c *Config) Direct() (gateway.Directed, error) {
 	g, err := open(*c, maxExclusions)
 	if err != nil {
@@ -559,8 +560,8 @@ func (g *Gateway) stray() bool {
 	})
 }
 
-// Observe implements gateway.Directed. The first reading of an exclusion does not count: it says
-// that there is a connection.
+// Observe implements gateway.Directed. The first reading of an exclusion does not count
+// connections. It reports one, so that Removed does not wait for the count.
 func (g *Gateway) Observe(ctx context.Context, keys []health.Key) (health.Observation, error) {
 	o := health.Observation{At: time.Now(), Seen: make(map[health.Key]health.Seen, len(keys))}
 	if err := g.here(ctx); err != nil {

@@ -672,7 +672,8 @@ type trace struct {
 
 var seed = maphash.MakeSeed()
 
-// Count has the connections counted again at once: [Reading.Counted] says when that is done.
+// Count counts the connections again, in the background. It is done when [Reading.Counted] is later
+// than the call.
 func (w *Watch) Count() {
 	w.o.mu.Lock()
 	if w.noticed == nil {
@@ -726,10 +727,9 @@ func (o *Observer) account() error {
 }
 
 // Clean deletes all connections to the targets, of any protocol and state, from the kernel's table,
-// so that a client that uses a port again is sent to a pod that is there. Use it for pods that are
-// gone: it cuts off what their connections still had to say, and another pod that has got the
-// address since. Connections that are not there, or end meanwhile, are no error. Many targets cost
-// about as much as one.
+// so that a client that uses a port again is sent to a pod that is there. Call it only for deleted
+// pods whose address no other pod has: it also cuts connections that are still open. Connections
+// that are not there, or end meanwhile, are no error. Many targets cost about as much as one.
 func (o *Observer) Clean(targets []netip.AddrPort) (err error) {
 	c := counter{dial: o.dial}
 	defer c.close()

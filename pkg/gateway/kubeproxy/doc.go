@@ -8,25 +8,25 @@
 //
 // # Model
 //
-// An [Observer] subscribes to the kernel's notifications of nftables, then reads the tables that
-// kube-proxy may have written, then makes each transaction that it is told of. The kernel numbers
-// transactions, and what was read has a number too. One that is missing, or an overrun of the
-// socket's buffer, makes everything Unknown until all has been read again. So the cost of a change
-// is that of the change. Nothing is polled, with the two exceptions below, and an audit: every 5
-// minutes all is read again, compared, and corrected if it differs, see [Observer.Audits].
+// An [Observer] subscribes to the kernel's nftables notifications, reads the tables that kube-proxy
+// may have written, and then applies each transaction of which it is notified. The kernel numbers
+// transactions. If one is missing, or the socket's buffer overruns, every watch is Unknown until
+// all tables have been read again. The cost of a change depends on its own size, not on that of the
+// tables. Only legacy iptables and connections are polled, see below. Every 5 minutes an audit
+// reads all tables again and corrects differences, see [Observer.Audits].
 //
 // The rules are a graph. Chains lead to chains by jumps and gotos, and to maps; maps lead to chains
-// by verdicts; rules and maps lead to destinations by DNAT. A target is sent to if a way leads from
-// one of the kernel's hooks to a destination that is it. That is what counts, and not the names of
-// chains or whether they exist: kube-proxy leaves chains behind that nothing leads to, up to 30 s
-// in clusters with more than 1,000 endpoints. A client that a Service with session affinity has
-// remembered is sent by a rule of its own, which is an edge like any other. Where a target is one
-// of several destinations the kernel chooses by chance; if all that could be chosen, everywhere
-// where the target could be, are targets of watches, the state is [Kept]: kube-proxy does that when
-// no endpoint is ready (KEP-1669).
+// by verdicts; rules and maps lead to destinations by DNAT. The kernel sends to a target if a path
+// leads from one of its hooks to a destination with the target's address. The names of chains, and
+// whether they exist, do not matter: kube-proxy leaves unreachable chains behind, up to 30 s in
+// clusters with more than 1,000 endpoints. A client that a Service with session affinity has
+// remembered is sent by a rule of its own, which is an edge like any other. Of several destinations
+// the kernel chooses one at random. The state is [Kept] if, everywhere the target could be chosen,
+// every other destination is a target of a watch too. kube-proxy writes such rules when no endpoint
+// is ready (KEP-1669).
 //
-// All states are levels. The kernel sends to a Removed pod again when the pod is still ready,
-// though terminating, and no other is left, and when kube-proxy reads older data from an API
+// Every state can become lower again. The kernel sends to a Removed pod again if no other endpoint
+// is left and the pod is terminating but still ready, or if kube-proxy reads older data from an API
 // server. [Watch.Reading] then returns the new state, and changed is called.
 //
 // The same endpoint chains serve ClusterIP, NodePort, external addresses and those of load
@@ -55,27 +55,27 @@
 //
 // # Connections
 //
-// While a watch is open the connections to its targets are counted in conntrack of the node's
-// network: those whose answers come from the target, whatever address the client asked for, in
-// SYN_SENT, SYN_RECV or ESTABLISHED (and the like of SCTP). If there is none to wait for 20 ms
-// after the commit was read, or later, the watch is [Idle]: by then a packet that had chosen its
-// way before is in the table, see the holes. Idle is a level: when a connection arrives later, the
-// watch is Removed again. While the kernel still sends to the targets, a reading says whether it is
-// quiet, which is twice in a row none: of a pod that the kernel keeps for want of another one, that
-// is all that can be asked. Counting is bounded polling, see countShare and countSlow.
+// While a watch is open, the Observer counts the connections to its targets in the node's conntrack
+// table: those that the target answers, in SYN_SENT, SYN_RECV or ESTABLISHED (or the same states of
+// SCTP). The watch is [Idle] if there is none to wait for at least 20 ms after the removal was
+// read. By then every packet that was routed before the removal is in the table, except in the
+// holes below. If a connection arrives later, the watch is Removed again. While the kernel still
+// sends to the targets, NoConnections reports whether two counts in a row found none to wait for.
+// Counting takes at most a fifth of a core; watches that wait for nothing are counted every 1 to 10
+// s.
 //
 // A keep-alive connection is waited for only until a quiet moment between two requests. The
-// Observer has the kernel count the packets of connections, and tells such a connection by them:
-// see held, and decision 29.
+// Observer recognizes such a connection by its packets, which it has the kernel count: see
+// docs/decisions/0029-kept-connections.md.
 //
 // All connections that pass the node are counted, whether kube-proxy sent them or not: on the pod's
 // own node these are also those that other nodes sent, and those to the pod's own address. A client
 // that opens one connection after the other to the pod's address prevents Idle, so a caller that
 // waits for Idle must set a bound.
 //
-// [Observer.Clean] deletes what is left of a pod that does not exist any more. Otherwise a client
-// that uses its port again within the time that conntrack remembers it, hours or days, would be
-// sent to the dead address.
+// [Observer.Clean] deletes what is left of a pod that does not exist any more. Otherwise the kernel
+// would send a client that reuses its port to the address of the deleted pod, for as long as
+// conntrack has the entry: hours or days.
 //
 // # Known holes
 //
@@ -110,6 +110,6 @@
 //
 // Tested with Linux 6.18 and kube-proxy 1.36.3 (testdata has what it wrote); earlier ones wrote a
 // chain for each endpoint also without affinity, which is what it does with affinity now. Kernels
-// before 5.8 do not filter connections: they tell all. That the kernel's filter by IPv6 addresses
-// is inverted is in [counter.walk].
+// before 5.8 do not filter connections and return all of them. The kernel's filter by IPv6 address
+// is inverted: see walk in conntrack.go.
 package kubeproxy

@@ -24,8 +24,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Observer follows the rules that kube-proxy writes in a network namespace, of the node. All
-// methods may be called by several goroutines at once.
+// Observer follows the rules that kube-proxy writes in the node's network namespace. All methods
+// may be called by several goroutines at once.
 type Observer struct {
 	log    *slog.Logger
 	boot   string
@@ -106,10 +106,9 @@ func New(options Options) *Observer {
 	return o
 }
 
-// Run subscribes to the kernel's notifications, reads what is there, and follows until ctx is done;
-// then it returns nil. When notifications are lost it begins again, and everything is Unknown
-// meanwhile. Every 5 minutes an audit reads all again, without interruption, and corrects what is
-// known. Call Run once.
+// Run subscribes to the kernel's notifications, reads the tables, and follows changes until ctx is
+// done. It then returns nil. If notifications are lost or the tables cannot be read, it logs that
+// and begins again, and every reading is Unknown in between. Call Run once.
 func (o *Observer) Run(ctx context.Context) error {
 	const first, most = 20 * time.Millisecond, 5 * time.Second
 	var wg sync.WaitGroup
@@ -153,8 +152,8 @@ func (o *Observer) Audits() gateway.Audits {
 
 // Absent reports whether there is no kube-proxy whose rules this package reads: it has written
 // none, or they were deleted and not written again for 10 s. All watches are Unknown then;
-// kube-proxy in ipvs mode, or what replaces it, may send to pods. It is false until something was
-// read, and may change at any time: call it several times a second.
+// kube-proxy in ipvs mode, or what replaces it, may send to pods. It is false until the tables were
+// read. Call it several times a second: the 10 s count from the last call that found rules.
 func (o *Observer) Absent() bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -395,7 +394,7 @@ func (o *Observer) make(c commit) {
 	o.evaluate(c.at)
 }
 
-// judge says which sources are complete, and which are lost, now that some were written to.
+// judge records which sources are complete and which are lost, after some were written to.
 func (o *Observer) judge(written map[tableID]bool) {
 	used := map[uint8]bool{} // families of which it is known where kube-proxy writes
 	for id, s := range o.sources {
@@ -449,7 +448,7 @@ func (o *Observer) evaluate(now time.Time) {
 	}
 }
 
-// Watch is a question about some targets, until it is closed.
+// Watch is an observation of the targets of one pod. Close ends it.
 type Watch struct {
 	o       *Observer
 	targets []netip.AddrPort
@@ -500,10 +499,11 @@ func (o *Observer) group(ctx context.Context) {
 	}
 }
 
-// Watch asks about the targets of a pod that is to end: port 0 is every port of the address.
-// changed is called when the reading has another state, generation or quiet, perhaps by several
-// goroutines at once and once more during Close; it must not block. The first reading is there at
-// once. Targets without a valid address are Unknown.
+// Watch begins to observe the targets of a pod. Port 0 is every port of the address. changed is
+// called when State, Generation or NoConnections changes, and when a count first finds a connection
+// to wait for. It must not block. Several goroutines may call it at the same time, and once more
+// after Close. The first reading is available when Watch returns. A target without a valid address
+// is Unknown.
 //
 // A reading is Unknown at the start, after an overrun, and when the rules were deleted. It is Kept
 // also before kube-proxy has written that there is another endpoint: the caller must know from

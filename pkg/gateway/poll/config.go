@@ -51,7 +51,8 @@ func (c *Config) Check() (errs []error) {
 	return errs
 }
 
-// Poll returns the gateway. settle is how long its workers take to follow what it says.
+// Poll returns the gateway. settle is the settle time: how long the workers may take to apply what
+// the admin interface already shows. A target is Removed only after it.
 func (c *Config) Poll(read Read, settle time.Duration, log *slog.Logger) *Gateway {
 	return &Gateway{
 		name: c.Population, admin: c.Admin, read: read, settle: settle, log: log,

@@ -1,5 +1,5 @@
-// Package poll observes gateways that report their targets over HTTP, as JSON. Packages envoy and
-// traefik say what to read.
+// Package poll observes gateways that report their targets over HTTP, as JSON. Packages envoy,
+// traefik and apisix define what to read.
 //
 // One goroutine polls a gateway, on one connection. The generation of a reading is the life of that
 // connection: a process that has ended cannot answer on it. The answer comes from the gateway's

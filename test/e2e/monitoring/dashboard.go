@@ -40,7 +40,7 @@ var Rows = []Row{
 	{Title: "What it does", Panels: []Panel{
 		{
 			"Deletions now waiting",
-			"Deletions that are held, of the replica that holds most: all replicas hold the same deletions.", "short", true,
+			"Deletions that are held, of the replica that holds most: all replicas hold the same.", "short", true,
 			[]Query{{`max(lameduck_holds)`, "held"}},
 		},
 		{
@@ -77,8 +77,9 @@ var Rows = []Row{
 	}},
 	{Title: "Coverage and witnesses", Panels: []Panel{
 		{
-			"Deletions, by coverage", "Each second; each deletion counts once. Acknowledged: every gateway that routes " +
-				"to the pod has. Uncovered: one of them has no agent. NoAgents, NotRouted: no agent has to be asked.", "ops", false,
+			"Deletions, by coverage", "Each second; each deletion counts once. Acknowledged: every " +
+				"gateway that routes to the pod has. Uncovered: one of them has no agent. NoAgents, NotRouted: no " +
+				"agent has to be asked.", "ops", false,
 			[]Query{{perSecond("reason", `lameduck_admission_answers_total{role="opener",answer="allow",`+
 				`reason=~"Acknowledged|Uncovered|NoAgents|NotRouted"}`), "{{reason}}"}},
 		},
@@ -108,7 +109,7 @@ var Rows = []Row{
 			[]Query{{quantile(0.99, "le, answer", `lameduck_admission_duration_seconds_bucket`), "p99 {{answer}}"}},
 		},
 		{
-			"Open drains", "By phase, of the replica that has most: all replicas have the same drains. Queued drains wait " +
+			"Open drains", "By phase, of the replica that has most: all replicas have the same. Queued drains wait " +
 				"for capacity of their Service.", "short", false,
 			[]Query{{`max by (phase) (lameduck_drains)`, "{{phase}}"}},
 		},
@@ -187,7 +188,8 @@ var Rows = []Row{
 		},
 		{
 			"Propagation, by gateway", "From the start of a pod's deletion until a gateway had stopped routing to it " +
-				"(removed), and until no request was in flight (idle): a sleep before SIGTERM would have to be as long.", "s", false,
+				"(removed), and until no request was in flight (idle): a sleep before SIGTERM would have to be as " +
+				"long.", "s", false,
 			[]Query{
 				{quantile(0.5, "le, gateway, what", `lameduck_propagation_seconds_bucket`), "p50 {{gateway}} {{what}}"},
 				{quantile(0.99, "le, gateway, what", `lameduck_propagation_seconds_bucket`),
@@ -204,8 +206,8 @@ var Rows = []Row{
 	}},
 	{Title: "Mode observe", Panels: []Panel{
 		{
-			"What enforcement would cost", "How long deletions in mode observe would have waited: until every gateway " +
-				"had stopped routing to the pod by itself, with no request in flight.", "s", false,
+			"What enforcement would cost", "How long deletions in mode observe would have waited: until every " +
+				"gateway had stopped routing to the pod by itself, with no request in flight.", "s", false,
 			[]Query{
 				{quantile(0.5, "le", `lameduck_observed_seconds_bucket`), "p50"},
 				{quantile(0.99, "le", `lameduck_observed_seconds_bucket`), "p99"},

@@ -30,7 +30,8 @@ func TestAModeThatChangesEndsAWait(t *testing.T) {
 	} {
 		t.Run(c.of+" "+c.mode, func(t *testing.T) {
 			t.Parallel()
-			ns := harness.Namespace(t, s.Kube, "mode-"+c.of+"-"+c.mode, map[string]string{"lameduck.io/mode": "enforce"})
+			ns := harness.Namespace(t, s.Kube, "mode-"+c.of+"-"+c.mode,
+				map[string]string{"lameduck.io/mode": "enforce"})
 			pod := s.PaperPods(t, ns, 2)[0]
 			pods := s.Kube.CoreV1().Pods(ns)
 			deleted := make(chan error, 1)
