@@ -18,7 +18,6 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 
@@ -238,7 +237,7 @@ func (m measured) restart(kube kubernetes.Interface, pods []*corev1.Pod, agents 
 			all.Go(func() {
 				began := time.Now()
 				err := kube.CoreV1().Pods(pod.Namespace).Delete(t.Context(), pod.Name, metav1.DeleteOptions{
-					Preconditions: &metav1.Preconditions{UID: new(types.UID(pod.UID))}})
+					Preconditions: &metav1.Preconditions{UID: new(pod.UID)}})
 				mu.Lock()
 				defer mu.Unlock()
 				if took = append(took, time.Since(began)); err != nil {
