@@ -68,7 +68,7 @@ var ErrTooManyOfOwner = fmt.Errorf("of one owner: %w", ErrTooManyHolds)
 // and after.
 var ErrStopping = errors.New("this replica is shutting down")
 
-// Options are what a Coordinator needs besides its ledger.
+// Options configure a Coordinator.
 type Options struct {
 	// MaxHolds bounds the calls that wait simultaneously. It must be positive: with 0 no call
 	// waits.
@@ -76,22 +76,25 @@ type Options struct {
 	// MaxHoldsPerOwner bounds the waiting calls for pods of one owner, so that one rollout does not
 	// use up all of them. 0: no bound but MaxHolds.
 	MaxHoldsPerOwner int
-	Pods             Pods
-	// PodContexts is asked at the barrier.
+	// Pods reads a pod from the API server before its drain is abandoned.
+	Pods Pods
+	// PodContexts has the Services of a pod at the barrier.
 	PodContexts PodContexts
-	// Scope and Sampling choose which nodes are asked at the barrier; the zero Sampling is
-	// [drain.DefaultSampling]. MaxBarriers bounds the hooks that wait. 0: 2048.
-	Scope       drain.Scope
-	Sampling    drain.Sampling
+	// Scope chooses which nodes are asked at the barrier. The zero value asks a sample of large
+	// clusters.
+	Scope drain.Scope
+	// Sampling has the sizes of samples of nodes. Zero: [drain.DefaultSampling].
+	Sampling drain.Sampling
+	// MaxBarriers bounds the hooks that wait. 0: 2048.
 	MaxBarriers int
-	// Claimant judges deletions for the others. Able is why this replica cannot judge deletions
-	// now; nil: it always can.
+	// Claimant decides for witnesses whether a deletion may take capacity.
 	Claimant Claimant
-	Able     func() error
-	// Shown returns what other replicas are told that show operators all replicas: the report, or
-	// the view.
+	// Able returns why this replica cannot decide on deletions now. Nil: it always can.
+	Able func() error
+	// Shown returns what this replica contributes to the page of another one: its report of the
+	// mode observe, or its view. A nil result is answered with 404.
 	Shown func(report bool) any
-	// Authenticate identifies an agent by its bearer token.
+	// Authenticate identifies agents and replicas by their bearer tokens, and checks their rights.
 	Authenticate Authenticator
 	Log          *slog.Logger
 	Metrics      *Metrics
@@ -101,6 +104,8 @@ type Options struct {
 type Coordinator struct {
 	Options
 
+	// mu protects core and the fields below it. It is held for one step of core, never during I/O,
+	// logging or a wait.
 	mu   sync.Mutex
 	core *Core
 	// waiting holds the pods for which calls wait.

@@ -37,9 +37,32 @@
 // replicas, does not restart it. Abandonment stops it: the next drain of the UID continues from
 // there and gets at least one hold.
 //
-// The [Ledger] has no clock, goroutine, Kubernetes or HTTP. A method whose result depends on the
-// time takes now. What the caller must do next comes from [Ledger.Changed], [Ledger.Affected] and
-// [Ledger.ChangesFor]. It is not safe for concurrent use; package coordinator owns it.
+// # Usage
+//
+// The [Ledger] has no clock, goroutine, Kubernetes or HTTP, and is not safe for concurrent use. A
+// method whose result depends on the time takes now. Package coordinator calls it under one lock:
+//
+//	status := ledger.Ask(now, pod, targets, place) // a deletion is reviewed
+//	if status.Waits() {
+//		answered = ledger.Hold(pod.UID) // the call waits: call answered with its answer
+//	}
+//
+// After each call that may change a drain, and at Status.Recheck, when time alone may change one:
+//
+//  1. Call [Ledger.Changed] for each gate, and [Ledger.Status] for each UID that it returns, until
+//     there is none: a status that is derived may change other drains. Answer the calls and hooks
+//     whose status no longer waits.
+//  2. Wake the streams of the agents that [Ledger.Affected] returns. Each stream calls
+//     [Ledger.ChangesFor] until it returns nothing, and writes what it returns without the lock.
+//
+// Each second, call [Ledger.Tick], read the pods that it returns from the API server, and record
+// the result with [Ledger.GatePassed] or [Ledger.NotTerminating]. Without these reads a drain whose
+// deletion was given up never ends, and its pod stays out of its gateways.
+//
+// A drain that was Released may be Unrouting when it is asked about again. So answer by a status of
+// this moment, and never by one that was stored.
+//
+// # Files
 //
 // ledger.go is the state machine: phases, the effect of reports and of time. Its parts are the
 // roster (which agents must acknowledge), the changes (what to send to which agents), the queue for
