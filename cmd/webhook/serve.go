@@ -288,7 +288,7 @@ func restConfig(kubeconfig string) (*rest.Config, error) {
 	if err != nil {
 		return nil, fmt.Errorf("reach the API server (--kubeconfig %q): %w", kubeconfig, err)
 	}
-	config.QPS, config.Burst = 150, 200
+	config.QPS, config.Burst = 200, 400
 	config.UserAgent = "lameduck-webhook"
 	return config, nil
 }

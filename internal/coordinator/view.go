@@ -225,8 +225,8 @@ func ended(now time.Time, gate drain.Gate, pod drain.Pod, reason drain.Reason, t
 		Silent: append([]string{}, names...), MoreSilent: more}
 }
 
-// warnedFor is how long after the end of a drain a warning is still about that drain: the watch may
-// show the end before the call is answered.
+// warnedFor is how long after the end of a drain, or after another warning, a warning is about the
+// same deletion: the watch may show the end before the call is answered, and callers try again.
 const warnedFor = time.Minute
 
 // Warned records, for operators, a warning to the API server about a pod whose deletion was allowed
@@ -241,8 +241,13 @@ func (h *history) warned(now time.Time, pod drain.Pod, reason, message string) {
 		return
 	}
 	for i := range h.outcomes.kept {
-		if o := &h.outcomes.kept[i]; o.UID == string(pod.UID) && o.Gate == drain.AtHold.String() && o.Message == "" &&
-			now.Sub(o.At) < warnedFor {
+		o := &h.outcomes.kept[i]
+		switch {
+		case o.UID != string(pod.UID) || o.Gate != drain.AtHold.String() || now.Sub(o.At) >= warnedFor:
+		case o.TookSeconds == nil: // another webhook refuses the deletion, and the caller tries again
+			o.At, o.Reason, o.Message = now, reason, message
+			return
+		case o.Message == "":
 			warn(o, reason, message)
 			return
 		}

@@ -140,7 +140,9 @@ func TestWarningsAreOutcomes(t *testing.T) {
 			h.warned(time.Now(), pod(name), reason, "why "+name)
 			time.Sleep(time.Second)
 		}
-		warned("cold", "Cold")
+		for range 3 * maxOutcomes { // another webhook refuses the deletion
+			warned("cold", "Cold")
+		}
 		turned("last", drain.Unrouting, drain.ReasonNone)
 		warned("last", "LastTarget")
 		turned("last", drain.Closed, drain.PodDeleted)

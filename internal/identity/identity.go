@@ -58,13 +58,15 @@ const (
 	maxRemembered   = 20_000
 	askTimeout      = 5 * time.Second
 	// The questions in a second and at once: of strangers, of operators who look at the page, of
-	// all agents and about rights, and of one agent (one a second). With the webhook's own limit of
-	// 150 requests a second strangers leave room for all others.
+	// all agents, about rights, and of one agent (one a second). Together with those of two other
+	// replicas they are fewer than the webhook's own limit of 200 requests a second, in which the
+	// questions of replicas would otherwise wait.
 	strangersRate  = 20
 	strangersBurst = 50
 	operatorsRate  = 5
 	agentsRate     = 100
 	agentsBurst    = 100
+	rightsRate     = 40
 	oneBurst       = 5
 	// Those of another replica: as many calls as the API server has seats may be the first with a
 	// new token.
@@ -124,7 +126,7 @@ func New(client kubernetes.Interface) *Kubernetes {
 		Client: client, replicas: map[drain.AgentID]*rate.Limiter{},
 		tokens: map[hash]answer[bearer]{}, allowed: map[right]answer[bool]{},
 		strangers: rate.NewLimiter(strangersRate, strangersBurst), agents: rate.NewLimiter(agentsRate, agentsBurst),
-		rights: rate.NewLimiter(agentsRate, agentsBurst), operators: rate.NewLimiter(operatorsRate, oneBurst),
+		rights: rate.NewLimiter(rightsRate, agentsBurst), operators: rate.NewLimiter(operatorsRate, oneBurst),
 	}
 }
 
