@@ -28,7 +28,7 @@ type healthReports struct {
 	of map[drain.AgentID]*healthReport
 }
 
-// healthReport is one agent's.
+// healthReport is the report of one agent.
 type healthReport struct {
 	session  uint64
 	services int
@@ -135,7 +135,7 @@ func (c *Coordinator) receive(who Identity, line []byte) {
 	c.Metrics.api.WithLabelValues(wire.HealthPath, code).Inc()
 }
 
-// healthElsewhere tells operators where to find the rest.
+// healthElsewhere is the hint for operators where the health of all targets is found.
 const healthElsewhere = "Each agent tells of all its targets at /v1/targets of its --metrics-address (:9101 if it " +
 	"is not set otherwise)."
 

@@ -15,11 +15,11 @@ type Metrics struct {
 	agents  *prometheus.GaugeVec
 	reports *prometheus.CounterVec
 	api     *prometheus.CounterVec
-	// What happens at the barrier.
+	// Metrics of the barrier.
 	waiting       prometheus.Gauge
 	barriers      *prometheus.HistogramVec
 	cut, restarts prometheus.Counter
-	// Deletions that were observed and did not wait.
+	// Metrics of deletions in mode observe, which did not wait.
 	observed prometheus.Histogram
 	inFlight prometheus.Counter
 }

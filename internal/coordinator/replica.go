@@ -43,7 +43,7 @@ func (c *Coordinator) ReliedOn(uid drain.UID) bool {
 	return c.core.ReliedOn(uid)
 }
 
-// replica answers another replica with what it needs to continue the drains of this one.
+// replica returns to another replica the state that it needs to continue the drains of this one.
 func (c *Coordinator) replica(http.ResponseWriter, *http.Request, Identity) (any, error) {
 	ready := c.Able() == nil
 	c.mu.Lock()
@@ -51,7 +51,7 @@ func (c *Coordinator) replica(http.ResponseWriter, *http.Request, Identity) (any
 	return c.core.Replica(time.Now(), ready), nil
 }
 
-// shown tells another replica what this one shows operators.
+// shown returns to another replica the view or the report that this one shows operators.
 func (c *Coordinator) shown(_ http.ResponseWriter, r *http.Request, _ Identity) (any, error) {
 	return c.Shown(r.URL.Path == wire.ReportPath), nil
 }

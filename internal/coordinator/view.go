@@ -32,8 +32,8 @@ const (
 	otherKind, unnamedKind = "other", "unnamed"
 )
 
-// history is what a coordinator remembers for operators beyond what the ledger needs. It belongs to
-// the coordinator's mutex. Everything in it is bounded, and nothing is decided by it.
+// history is the coordinator's record for operators, in addition to the ledger. The coordinator's
+// mutex protects it. Everything in it is bounded, and no decision depends on it.
 type history struct {
 	introduced map[drain.AgentID]*introduced
 	open       map[drain.UID]*course
@@ -52,7 +52,7 @@ type introduced struct {
 	protocol  int
 	features  []string
 	connected time.Time
-	// posted is when its last report arrived, age how old that was.
+	// posted is when the agent's last report arrived. age is how old the report was then.
 	posted time.Time
 	age    time.Duration
 	// removed and idle are the times of the last drain that it acknowledged. Zero: there was none.
@@ -61,28 +61,30 @@ type introduced struct {
 
 // course is the history of an open drain.
 type course struct {
-	// phase was entered at.
+	// phase is the present phase, and at is when it was entered.
 	phase drain.Phase
 	at    time.Time
-	// told is when agents were told. Zero: they were not, because it is queued.
+	// told is when the drain was sent to agents. Zero: it was not, because it is queued.
 	told time.Time
-	// released is when it was released, for reason, without the acknowledgement of silent and more.
+	// released is when the drain was released, with reason. silent names agents that had not
+	// acknowledged it, and more is the number of further ones.
 	released time.Time
 	reason   drain.Reason
 	silent   []string
 	more     int
-	// message is the last warning about the deletion, with its reason. See [Coordinator.Warned].
+	// message is the last warning about the deletion, and warned its reason. See
+	// [Coordinator.Warned].
 	warned, message string
 }
 
 // times are the times of one kind of gateway.
 type times struct{ removed, idle ring[time.Duration] }
 
-// ring keeps the newest of what is added.
+// ring keeps the newest values that were added.
 type ring[T any] struct {
 	kept []T
 	next int
-	// all counts what was ever added.
+	// all counts the values that were ever added.
 	all uint64
 }
 
@@ -256,7 +258,8 @@ func (h *history) warned(now time.Time, pod drain.Pod, reason, message string) {
 		Gate: drain.AtHold.String(), Reason: reason, Abnormal: true, Silent: []string{}, Message: message}, maxOutcomes)
 }
 
-// warn adds a warning to the outcome of a drain. Its reason says more than how the drain ended.
+// warn adds a warning to the outcome of a drain. The reason of the warning replaces that of the
+// outcome if the pod was deleted or the deletion abandoned.
 func warn(o *api.Outcome, reason, message string) {
 	o.Message, o.Abnormal = message, true
 	if o.Reason == drain.PodDeleted.String() || o.Reason == drain.Abandoned.String() {
@@ -266,8 +269,8 @@ func warn(o *api.Outcome, reason, message string) {
 
 // View returns what is known now, for operators, with at most drains drains and reports reports on
 // each. It releases the lock after each drain, so that other callers wait only for one. The drains
-// are therefore of slightly different moments. It lists all agents, sorted by name, and what is
-// known of pods only as far as the ledger knows it.
+// are therefore of slightly different moments. It lists all agents, sorted by name. Of pods it has
+// only the information in the ledger.
 func (c *Coordinator) View(drains, reports int) api.View {
 	c.mu.Lock()
 	now, n := time.Now(), c.core.Ledger.Counts()
@@ -368,7 +371,7 @@ func (c *Coordinator) agent(k drain.AgentInfo) api.Agent {
 	return a
 }
 
-// labels are what the label of an agent's pod says of it.
+// labels are the names of the labels of agents' pods, for operators.
 var labels = map[drain.Label]string{drain.LabelNone: "none", drain.LabelDirected: "directed",
 	drain.LabelObserved: "observed"}
 

@@ -24,7 +24,7 @@ type Ahead struct {
 	Reader client.Reader
 	// Synced reports whether Services can be read.
 	Synced func() bool
-	// Ledger knows which pods are being drained. None of them is a replacement.
+	// Ledger has the pods that are being drained. None of them is a replacement.
 	Ledger Standings
 	// Now is the clock.
 	Now func() time.Time

@@ -18,12 +18,12 @@ import (
 // (MaxDisruptedPodSize in k8s.io/kubernetes/pkg/registry/core/pod/storage/eviction.go).
 const mostDisrupted = 2000
 
-// room is whether a pod's PodDisruptionBudget allows its eviction.
+// room is the decision whether a pod's PodDisruptionBudget allows its eviction.
 type room struct {
 	// refusal is why it does not, in the API server's words. Empty: it does.
 	refusal string
-	// broken: the API server refuses the eviction by itself, with another code than 429, whatever
-	// the answer is.
+	// broken: the API server refuses the eviction itself, with a code other than 429, whatever this
+	// webhook answers.
 	broken bool
 }
 
@@ -31,7 +31,7 @@ type room struct {
 // API server applies after the webhooks
 // (k8s.io/kubernetes/pkg/registry/core/pod/storage/eviction.go, 1.36). Other pods of the budget
 // that have an open drain count as disrupted, deletions included: the budget's controller has not
-// counted them yet. ahead is [Ledger.Ahead] or [Ledger.ClaimWithin]. It returns how many such pods
+// counted them yet. ahead is [Ledger.Ahead] or [Ledger.ClaimWithin]: it returns how many such pods
 // there are, or -1 if the budget allows one more. Only the opener calls it: see package peers.
 func (c *Cluster) budget(ctx context.Context, pod *corev1.Pod, ready bool,
 	ahead func(others []drain.UID, allowed int) int) (room, error) {

@@ -59,13 +59,14 @@ type Call struct {
 type Outcome struct {
 	Allowed bool
 	Reason  string
-	// Message is for operators: why the deletion was denied, or what was abnormal. Warn: it is a
-	// warning of an allowed deletion. RetryAfter 0: the answer has none.
+	// Message is for operators: why the deletion was denied, or what was abnormal. Warn: Message is
+	// a warning about an allowed deletion. RetryAfter is how long the caller is to wait before it
+	// tries again. 0: the answer has none.
 	Message    string
 	Warn       bool
 	RetryAfter time.Duration
-	// Budget is the cause that the API server gives when a budget has no room, which evictors look
-	// for. Empty: no budget is the reason.
+	// Budget is the text of the cause that the API server gives when a budget allows no disruption.
+	// Programs that evict pods look for that cause. Empty: no budget is the reason.
 	Budget string
 }
 
@@ -100,10 +101,10 @@ func (h *Handler) call(ctx context.Context, began time.Time, q *request) *Call {
 
 func (c *Call) answer(o Outcome) { c.Next, c.Outcome = NextAnswer, o }
 
-// Request is what the ledger is asked.
+// Request returns the request to the ledger.
 func (c *Call) Request() coordinator.Request { return c.request() }
 
-// Claim is what the opener is asked about the deletion.
+// Claim returns the question to the opener about the deletion.
 func (c *Call) Claim(now time.Time) wire.Claim {
 	claim := wire.Claim{Operation: string(c.q.operation), Pod: c.drainPod()}
 	if is := c.h.Cluster.Ledger.Pod(claim.Pod.UID); is.Draining {
@@ -143,7 +144,7 @@ func (c *Call) Claimed(ctx context.Context, now time.Time, claimed wire.Claimed,
 	}
 }
 
-// judge decides, by the capacity of Services and budgets also.
+// judge decides the call, with the capacity of Services and budgets taken into account.
 func (c *Call) judge(ctx context.Context, now time.Time) {
 	var err error
 	if c.verdict, err = c.h.Cluster.judge(ctx, &c.facts, &c.subject); err != nil {
@@ -153,7 +154,7 @@ func (c *Call) judge(ctx context.Context, now time.Time) {
 	c.carryOut(now)
 }
 
-// carryOut answers the call or opens the drain, as the verdict says.
+// carryOut answers the call or opens the drain, according to the verdict.
 func (c *Call) carryOut(now time.Time) {
 	v := c.verdict
 	if v.Unroute && c.pod != nil {
@@ -180,7 +181,7 @@ func (c *Call) carryOut(now time.Time) {
 	c.answer(o)
 }
 
-// hold waits for the drain, until it is time to look around.
+// hold makes the call wait for the drain, for [LookAround] at most.
 func (c *Call) hold(now time.Time) {
 	c.Next, c.Until = NextHold, now.Add(LookAround)
 	if c.End.Before(c.Until) {
@@ -229,7 +230,7 @@ func (c *Call) Asked(now time.Time, yes bool) {
 	}
 }
 
-// refuse answers that the pod is not deleted yet, and says why.
+// refuse answers that the pod is not deleted yet, with the reason.
 func (c *Call) refuse(now time.Time) {
 	s := c.Status
 	elapsed, remaining := now.Sub(s.Since), s.Deadline.Sub(now)
@@ -260,7 +261,8 @@ func (c *Call) refuse(now time.Time) {
 	c.answer(o)
 }
 
-// released answers that the pod may be deleted, and says what was abnormal about its drain.
+// released returns the answer that the pod may be deleted, with a warning if its drain was
+// abnormal.
 func (h *Handler) released(ctx context.Context, s subject, status drain.Status, elapsed time.Duration) Outcome {
 	var uncovered []string
 	if status.Reason == drain.Acknowledged || status.Reason == drain.NoAgents {

@@ -109,18 +109,18 @@ type operation struct {
 	Value any    `json:"value,omitempty"`
 }
 
-// mutation is the patch for a pod, and why.
+// mutation is the patch for a pod, with the coverage that results from it.
 type mutation struct {
 	coverage  coverage
 	patch     []operation
 	uncovered []uncovered
 }
 
-// mutate returns the changes that make a pod wait, and gives it the id. It is idempotent: the API
-// server applies it again after other webhooks have changed the pod, and then it covers the
-// containers that were added. An id that the pod has already is replaced, because a pod that is
-// submitted again looks the same as a copy of another pod, and two pods with one id would be taken
-// for one.
+// mutate returns the changes that add the barrier to a pod, with id as the pod's barrier ID. It is
+// idempotent: the API server applies it again after other webhooks have changed the pod, and then
+// it covers the containers that were added. It replaces an existing id. A pod that is submitted
+// again cannot be distinguished from a copy of another pod, and two pods with one id would be
+// treated as one.
 func mutate(pod *corev1.Pod, place Place, id string, b HookOptions) mutation {
 	if why := spared(pod, place); why != "" {
 		return mutation{coverage: why}
@@ -177,9 +177,9 @@ func spared(pod *corev1.Pod, place Place) coverage {
 	return ""
 }
 
-// mode is the mode in the pod's label, else in the namespace's. The cluster's default does not
-// count, because a hook changes the pod. A namespace that is not known yet has been selected by the
-// API server.
+// mode returns the mode in the pod's label, else that in the namespace's. The cluster's default
+// does not count, because a hook changes the pod. A namespace that is not known yet has been
+// selected by the API server.
 func (p Place) mode(pod *corev1.Pod) string {
 	switch own := pod.Labels[keys.Mode]; {
 	case keys.IsMode(own):
@@ -203,8 +203,9 @@ func (p Place) allowsHostInHooks() bool {
 	return p.Known && (level == "" || level == "privileged")
 }
 
-// ownGrace is the grace period that the app has for itself. A pod that was mutated before, or
-// copied from one, has it in an annotation, which counts unless the grace period was changed since.
+// ownGrace returns the grace period that the application has for itself, in seconds. A pod that was
+// mutated before, or copied from such a pod, has it in an annotation. The annotation counts unless
+// the grace period was changed since.
 func ownGrace(pod *corev1.Pod) int64 {
 	grace := ptr.Deref(pod.Spec.TerminationGracePeriodSeconds, defaultGrace)
 	own, err := strconv.ParseInt(pod.Annotations[BarrierGraceAnnotation], 10, 64)
@@ -283,14 +284,14 @@ func (m *mutator) isOurHTTP(h *corev1.LifecycleHandler) bool {
 }
 
 // wrap returns the arguments by which lameduck-wait runs the container's own hook, and whether they
-// need the pod's address. A why that is not empty means that it cannot run that hook.
+// need the pod's address. why is the reason why lameduck-wait cannot run that hook. Empty: it can.
 func wrap(own *corev1.LifecycleHandler, c *corev1.Container) (args []string, usesPod bool, why string) {
 	switch {
 	case own == nil:
 		return nil, false, ""
 	case own.Exec != nil && len(own.Exec.Command) > 0 && own.Exec.Command[0] == waitProgram:
-		// Our own hook, of kind exec: its arguments about the container's own hook stay, as do
-		// flags of a later version.
+		// mutate has made this hook, of kind exec. Keep its arguments about the container's own
+		// hook, and flags of a later version.
 		for i, arg := range own.Exec.Command[1:] {
 			name, _, _ := strings.Cut(arg, "=")
 			if arg == "--" {
@@ -415,9 +416,9 @@ func (m *mutator) appendTo(path string, empty bool, value any) {
 	m.do("add", path+"/-", value)
 }
 
-// addProgram adds the init container that copies lameduck-wait into the pod. It is the first one:
-// behind a native sidecar its resources would add to the sidecar's, here they never make the pod
-// larger.
+// addProgram adds the init container that copies lameduck-wait into the pod. It is the first init
+// container. After a native sidecar, its resources would add to the sidecar's. As the first, it
+// never increases the pod's requests.
 func (m *mutator) addProgram() {
 	spec := &m.pod.Spec
 	if !slices.ContainsFunc(spec.Volumes, func(v corev1.Volume) bool { return v.Name == waitName }) {
@@ -489,7 +490,7 @@ func (m *mutator) growGrace() {
 	}
 }
 
-// annotate records for the agent, and for operators, what was changed.
+// annotate records the changes in annotations, for the agent and for operators.
 func (m *mutator) annotate(covered bool) {
 	want := map[string]string{}
 	if covered {

@@ -26,7 +26,7 @@ const MutatePath = "/v1/mutate/"
 // namespaceTime bounds the read of the pod's namespace, which comes from a cache.
 const namespaceTime = time.Second
 
-// Check reports what is wrong with b. Nil: nothing.
+// Check returns an error that names an invalid option. Nil: b is valid.
 func (b HookOptions) Check() error {
 	switch {
 	case wrongBound(b.Bound) != nil:
@@ -182,7 +182,7 @@ func (m mutation) warnings() []string {
 	return nil
 }
 
-// readCreation reads what a review of CREATE pods asks. Its errors are of type malformed.
+// readCreation reads the request of a review of CREATE pods. Its errors are of type malformed.
 func readCreation(w http.ResponseWriter, r *http.Request) (*asked[corev1.Pod], error) {
 	ask, err := readReview[corev1.Pod](w, r)
 	switch {

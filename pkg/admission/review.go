@@ -40,8 +40,8 @@ type request struct {
 	preconditions metav1.Preconditions
 	username      string
 	groups        []string
-	// collection: no name was given, so this is one of a DELETECOLLECTION. Without an object it
-	// concerns no pod.
+	// collection: the review gives no name, so it belongs to a DELETECOLLECTION. Without an object
+	// it concerns no pod.
 	collection bool
 	// timeout is how long the API server waits for the answer. Zero: not stated.
 	timeout time.Duration
@@ -94,7 +94,7 @@ func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 	return q, nil
 }
 
-// readReview reads what a review asks. Its errors are of type malformed.
+// readReview reads the request of a review. Its errors are of type malformed.
 func readReview[Object any](w http.ResponseWriter, r *http.Request) (*asked[Object], error) {
 	if r.Method != http.MethodPost {
 		return nil, malformed{http.StatusMethodNotAllowed, "method " + r.Method + ": reviews come by POST"}
@@ -160,7 +160,7 @@ func (q *request) readDelete(ask *asked[policyv1.Eviction]) error {
 	default:
 		q.pod = old.pod()
 	}
-	// In a DELETECOLLECTION only the object knows its name.
+	// In a DELETECOLLECTION, only the object has the pod's name.
 	q.namespace, q.name = q.pod.Namespace, q.pod.Name
 	q.takeOptions(ask.Options)
 	return nil
@@ -193,8 +193,8 @@ func (q *request) takeOptions(o *metav1.DeleteOptions) {
 	}
 }
 
-// asked is what a review asks, with only the fields that are read here. Object is of an eviction or
-// a creation.
+// asked is the request of a review, with only the fields that are read here. Object is set for an
+// eviction or a creation.
 type asked[Object any] struct {
 	admissionv1.AdmissionRequest
 	Object    *Object               `json:"object"`
@@ -202,13 +202,13 @@ type asked[Object any] struct {
 	Options   *metav1.DeleteOptions `json:"options"`
 }
 
-// what is the resource, as group/resource/subresource.
+// what returns the resource, as group/resource/subresource.
 func (a *asked[Object]) what() string {
 	return a.Resource.Group + "/" + a.Resource.Resource + "/" + a.SubResource
 }
 
-// reviewedPod has what is read of a pod that is deleted. Most of a pod is its containers, and
-// decoding all of it into Kubernetes' types takes three times as long.
+// reviewedPod has the fields that are read of a pod to be deleted. Most of a pod is its containers,
+// and decoding all of it into Kubernetes' types takes three times as long.
 type reviewedPod struct {
 	metav1.TypeMeta
 	metav1.ObjectMeta `json:"metadata"`

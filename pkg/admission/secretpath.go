@@ -36,15 +36,15 @@ const (
 	strangerEvery = 10 * time.Second
 )
 
-// SecretPath passes on only calls that know a secret: without it, any client that can connect could
-// post a review and have pods taken out of gateways. The secret is the last segment of the path,
-// because the path is all of a call that a webhook configuration can choose. Only readers of
-// webhook configurations or of the Secret know it. It is never logged.
+// SecretPath passes on only calls with a secret in their path. Otherwise any client that can
+// connect could post a review and have pods taken out of gateways. The secret is the last segment
+// of the path, because the path is all of a call that a webhook configuration can choose. Only
+// clients that may read webhook configurations or the Secret can learn it. It is never logged.
 //
-// The secrets are the lines of a file. Every line is accepted, so that all replicas can know a new
-// one before the API server uses it. A removed line is accepted for [FormerSecret] more, but only
-// for 10 s after the first call with a secret that is in the file. Calls with the removed secret do
-// not extend this. A restart of the process ends it.
+// The secrets are the lines of a file. Every line is accepted, so that all replicas can accept a
+// new secret before the API server uses it. A removed line is accepted for [FormerSecret] more, but
+// only for 10 s after the first call with a secret that is in the file. Calls with the removed
+// secret do not extend this. A restart of the process ends it.
 type SecretPath struct {
 	file    string
 	log     *slog.Logger
@@ -52,8 +52,8 @@ type SecretPath struct {
 	said    rate.Sometimes
 
 	mu sync.Mutex
-	// keys are the hashes of the secrets, so that secrets of any length compare in the same time,
-	// and when each one ends. The zero time: it is in the file.
+	// keys has the hashes of the secrets, so that the comparison takes the same time for secrets of
+	// any length. The value is when the secret ends. The zero time: the secret is in the file.
 	keys map[[sha256.Size]byte]time.Time
 }
 
@@ -76,7 +76,8 @@ func NewSecretPath(log *slog.Logger, metrics *Metrics) *SecretPath {
 // from those before.
 func (d *SecretPath) Set(secrets []string) (changed bool) { return d.take(time.Now(), secrets) }
 
-// CheckSecretFile returns why no [SecretPath] can be made with file. Nil: one can.
+// CheckSecretFile returns the error that [OpenSecretPath] would return for file. Nil: the file is
+// valid.
 func CheckSecretFile(file string) error {
 	_, err := readSecrets(file)
 	return err
@@ -142,8 +143,9 @@ func (d *SecretPath) take(now time.Time, secrets []string) (changed bool) {
 	return changed
 }
 
-// knows reports whether secret is accepted at now. If it is in the file, the former ones end soon.
-// The time that knows takes reveals nothing about the secrets.
+// knows reports whether secret is accepted at now. If the secret is in the file, secrets that were
+// removed from the file end within 10 s. The time that knows takes reveals nothing about the
+// secrets.
 func (d *SecretPath) knows(now time.Time, secret string) bool {
 	sum := sha256.Sum256([]byte(secret))
 	d.mu.Lock()
@@ -190,7 +192,7 @@ func (d *SecretPath) Guard(deletions, creations http.Handler) http.Handler {
 	})
 }
 
-// howTo tells operators how to write a usable secret.
+// howTo is the instruction for operators to write a usable secret.
 const howTo = `write a line of at least 16 letters and digits into it: ` +
 	`kubectl -n lameduck-system create secret generic lameduck-admission ` +
 	`--from-literal=secret="$(openssl rand -hex 32)"`
@@ -229,6 +231,6 @@ func readSecrets(file string) ([]string, error) {
 	return secrets, nil
 }
 
-// unreserved are the characters that look the same in a path however it is written. Not . and ~,
-// which some tools change.
+// unreserved are the characters that need no escape in a path, without . and ~, which some tools
+// change.
 const unreserved = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_"

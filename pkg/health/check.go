@@ -50,24 +50,25 @@ func (s *Statuses) Has(status int) bool {
 // The zero Check probes nothing.
 type Check struct {
 	Protocol Protocol
-	// Path of HTTP and HTTPS, beginning with a slash.
+	// Path is the path that HTTP and HTTPS request. It begins with a slash.
 	Path string
 	// Host is the Host header. Empty: the target's address.
 	Host string
 	// Headers are further request headers, each "Name: value\r\n", sorted. User-Agent and Accept
 	// replace those of the agent.
 	Headers string
-	// ServerName is what HTTPS sends as SNI and verifies. Empty: Host without its port.
+	// ServerName is the name that HTTPS sends as SNI and verifies. Empty: Host without its port, or
+	// the target's address.
 	ServerName string
 	// Verify: the certificate of HTTPS is verified, against the system's roots.
 	Verify bool
 	// Service is the name that GRPC asks about. Empty: the server as a whole.
 	Service string
-	// Statuses of HTTP and HTTPS that are successes. Others are HTTPFailure.
+	// Statuses are the HTTP statuses that count as a success. Every other status is an HTTPFailure.
 	Statuses Statuses
 	// Port is probed instead of the target's own. 0: the target's own.
 	Port uint16
-	// Interval is the time from one probe of a target to the next, Timeout bounds one probe and is
+	// Interval is the time from one probe of a target to the next. Timeout bounds one probe, and is
 	// at most Interval.
 	Interval, Timeout time.Duration
 	// Thresholds turn outcomes into verdicts.
@@ -104,7 +105,7 @@ func (k OutcomeKind) String() string {
 }
 
 // Outcome is the result of one probe. Code has the detail: the status of Success and HTTPFailure,
-// the errno of TCPFailure, 0 if there is none.
+// or the errno of the other kinds. 0: there is none.
 type Outcome struct {
 	Kind OutcomeKind
 	Code uint16

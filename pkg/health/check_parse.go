@@ -21,7 +21,7 @@ import (
 const CheckAnnotation = "lameduck.io/health-check"
 
 // CheckAnnotationOf is the annotation of a Service that holds the check of the targets of one of
-// its ports. A port without a name has none of its own: [CheckAnnotation].
+// its ports. For a port without a name, it is [CheckAnnotation].
 func CheckAnnotationOf(port string) string {
 	if port == "" {
 		return CheckAnnotation
@@ -29,13 +29,13 @@ func CheckAnnotationOf(port string) string {
 	return CheckAnnotation + "." + port
 }
 
-// Bounds of what a check may ask for.
+// Limits of a check.
 const (
 	// minInterval prevents one Service from demanding more probes than all others together.
 	minInterval = time.Second
 	// maxInterval is one hour: an older verdict is of no use.
 	maxInterval = time.Hour
-	// minTimeout leaves a target on another node time for two round trips.
+	// minTimeout is enough for two round trips to a target on another node.
 	minTimeout = 10 * time.Millisecond
 	// maxThreshold is lua-resty-healthcheck's.
 	maxThreshold = 254
@@ -102,8 +102,9 @@ func DefaultCheck(p Protocol) Check {
 //	healthy     {successes: 2}
 //	unhealthy   {httpFailures: 5, tcpFailures: 2, timeouts: 3}
 //
-// Thresholds are 0 (never) to 254. An unknown key, one that its protocol has no use for, and a
-// value out of bounds are refused by name. The empty text is the zero Check, which probes nothing.
+// Thresholds are 0 (never) to 254. ParseCheck refuses an unknown key, a key that the protocol does
+// not use, and a value out of bounds. Its error names the key. The empty text is the zero Check,
+// which probes nothing.
 func ParseCheck(text string) (Check, error) {
 	if strings.TrimSpace(text) == "" {
 		return Check{}, nil
@@ -291,7 +292,7 @@ func parseStatuses(to *Statuses, list []any) error {
 	return nil
 }
 
-// validate reports what is wrong with c, naming the key and the way out.
+// validate returns an error that names the wrong key and the remedy. Nil: c is valid.
 func (c Check) validate() error {
 	web := c.Protocol == HTTP || c.Protocol == HTTPS
 	switch {
@@ -332,8 +333,8 @@ func (c Check) validate() error {
 	return nil
 }
 
-// printable reports whether s has nothing but visible ASCII, and spaces if they are allowed:
-// nothing that could end a line.
+// printable reports whether s consists of visible ASCII characters, and of spaces if these are
+// allowed. So s cannot end a line.
 func printable(s string, spaces bool) bool {
 	for _, c := range []byte(s) {
 		if c <= ' ' && (c != ' ' || !spaces) || c >= 0x7f {

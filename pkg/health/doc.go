@@ -9,8 +9,8 @@
 // ([Set.Pending]), the keys to read ([Set.Watched]), and the state of each exclusion
 // ([Set.Exclusions]), which the agent reports.
 //
-// Two masks select targets. Routable are the targets that EndpointSlices list as ready and whose
-// pod is neither excluded nor terminating. Of the routable targets, the usable ones are chosen for
+// Two masks select targets. A target is routable if EndpointSlices list it as ready and its pod is
+// neither excluded nor terminating. Of the routable targets, the usable ones are chosen for
 // traffic. If too few are usable, all are. An exclusion changes no health record, and a lack of
 // healthy targets never readmits an excluded one.
 //
@@ -43,7 +43,8 @@
 //
 // The set has no clock, no I/O and no goroutine; it is safe for concurrent use.
 //
-// Inside, each pool is a map of its targets, all under one mutex. Lists have the records whose
-// operation or reading is due; a record enters and leaves them when it changes. Probes wait in a
-// heap, and each pool counts its targets by condition. So few calls visit all targets, see [Set].
+// Internally, each pool is a map of its targets, and one mutex protects all pools. Lists have the
+// records whose operation or reading is due. A record enters or leaves a list when it changes. A
+// heap orders the probes, and each pool counts its targets by condition. So few calls visit all
+// targets, see [Set].
 package health

@@ -9,8 +9,8 @@ import (
 )
 
 // terminatingMemory is how long the UID of a terminating pod is remembered at least, after it was
-// last reported as terminating. A lagging EndpointSlice may still list it as ready. While the set
-// has a target of it, or a holder, it is remembered in any case.
+// last reported as terminating. A lagging EndpointSlice may still list it as ready. While the pod
+// has a target in the set or a holder, its UID is remembered in any case.
 const terminatingMemory = 10 * time.Minute
 
 // State is how far an exclusion has come in the gateway.
@@ -34,7 +34,7 @@ type Exclusion struct {
 	State State
 	// StateSince is when State was entered.
 	StateSince time.Time
-	// Generation of the gateway that State was read from.
+	// Generation is the generation of the gateway in which State was read.
 	Generation string
 	// Targets is how many targets of the pod the set knows, over all pools.
 	Targets int
@@ -53,13 +53,15 @@ type pod struct {
 	terminating bool
 	// terminatingAt is when the pod was last reported as terminating.
 	terminatingAt int64
-	// excludedAt is when the present exclusion began, order its rank among all exclusions.
+	// excludedAt is when the present exclusion began. order is the exclusion's rank among all, by
+	// their beginning.
 	excludedAt int64
 	order      uint64
 	since      time.Time
 	state      State
 	stateAt    time.Time
-	// beside are the records of other pods at the addresses of a held pod. They may be forgotten.
+	// beside has the records of other pods at the addresses of this pod, while it has a holder. The
+	// set may have dropped some of these records.
 	beside []*record
 }
 
@@ -114,7 +116,7 @@ func (s *Set) Renew(holder string, expires time.Time) {
 }
 
 // Readmit ends holder's part in the exclusion of uid. The pod is routed again when no other holder
-// is left, with whatever health it had. It reports whether holder had a part in it.
+// is left. Its health records have not changed. It reports whether holder had a part in it.
 func (s *Set) Readmit(uid UID, holder string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -352,15 +354,16 @@ func (s *Set) stateOf(r *record, p *pod) State {
 	}
 }
 
-// shared reports whether the gateway may route to the address of r, of p, for another pod or an
-// endpoint without one, in any pool. Which of them has the address is unknown.
+// shared reports whether the gateway may route to the address of r, a record of p, for another pod
+// or for an endpoint without a pod, in any pool. Which of them has the address is unknown.
 func (s *Set) shared(r *record, p *pod) bool {
 	return slices.ContainsFunc(p.beside, func(other *record) bool {
 		return other.target.Addr == r.target.Addr && (other.is(routed|asked) || s.want(other) == WantRouted)
 	})
 }
 
-// meet records r in beside if it is of another pod and has an address of p, which are those of own.
+// meet adds r to beside if r belongs to another pod and has an address of p. own has the records of
+// p.
 func (p *pod) meet(own []*record, r *record) {
 	for _, o := range own {
 		if o.target.Addr == r.target.Addr && r.target.UID != p.uid {

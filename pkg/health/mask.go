@@ -9,24 +9,24 @@ import (
 type pool struct {
 	name    Pool
 	targets map[Target]*record
-	// withheld are the claimed records of pods that are not terminating and are to be out for an
-	// exclusion, or after one lapsed.
+	// withheld has the claimed records that an exclusion or a doubt keeps out, without those of
+	// terminating pods.
 	withheld records
 	n        [tallies]int32
 	check    *Check
-	// open: too few routable targets are usable, so all are chosen. desperate: none is routable at
-	// all, so those of lapsed exclusions are, and those that the gateway had taken out at the
-	// start.
+	// open: too few routable targets are usable, so all are chosen. desperate: no target would be
+	// routable, so those in doubt are: targets of lapsed exclusions, and targets that the gateway
+	// had taken out when the agent started.
 	open, desperate bool
-	// asOf is when the last exclusion began of a pod, not terminating, that the gateway still
-	// routes to here. never: there is none.
+	// asOf is when the latest exclusion began of a pod that is not terminating and that the gateway
+	// still routes to in this pool. never: there is none.
 	asOf int64
 	// hold: the gateway has not been seen to route to any chosen target, so none is taken out for
 	// its health until it does.
 	hold bool
-	// kept is the excluded record that stays nevertheless, because the gateway routes to no other
-	// chosen target or, if it is usable, to no other usable one. Of several candidates it is the
-	// one that was excluded last, preferably one that no process lacks. nil: there is none.
+	// kept is the withheld record that stays routed. The gateway routes to no other chosen target
+	// or, if the record is usable, to no other usable one. compareKept selects it from several
+	// candidates. nil: there is none.
 	kept *record
 	// dirty: the pool is to be settled.
 	dirty bool
@@ -77,11 +77,12 @@ var wants = [...]Want{
 	WhyChosen: WantRouted, WhyFailingOpen: WantRouted, WhyKept: WantRouted, WhyHeldBack: WantRouted,
 	WhyPending: WantRouted, WhyUnhealthy: WantRemoved, WhyExcluded: WantRemoved, WhyLapsed: WantRemoved,
 	WhyUnproven: WantRemoved, WhyNotReady: WantAbsent, WhyTerminating: WantAbsent,
-	// Excluded or not: before its claim is known, it may be the last one that can serve.
+	// WhyNotSynced asks for nothing, whether the target is excluded or not: before EndpointSlices
+	// are known, the target may be the last one that can serve.
 	WhyNotSynced: WantUnknown,
 }
 
-// why is the only function that decides about a key.
+// why returns the reason that decides what a key should be. No other function decides that.
 func (s *Set) why(r *record) Why {
 	switch {
 	case r.terminating():
@@ -111,7 +112,7 @@ func (s *Set) why(r *record) Why {
 	}
 }
 
-// done reports whether the last reading shows want to be true.
+// done reports whether the last reading shows that want is fulfilled.
 func (s *Set) done(r *record, want Want) bool {
 	if s.generation == 0 || r.seenIn != s.generation {
 		return false
@@ -226,7 +227,7 @@ func (s *Set) settlePool(p *pool) {
 	if sweep {
 		s.sweep(p)
 	}
-	// An excluded target that is kept because no other is healthy adds to the usable ones.
+	// A withheld target that is kept because no other is healthy counts as one more usable target.
 	var leans int32
 	if p.n[isWell] == 0 {
 		for _, r := range p.withheld.all {

@@ -17,8 +17,8 @@ type record struct {
 
 	// seenAt and seenIn are when and in which generation the gateway was read; seenIn 0: never.
 	seenAt int64
-	// idleSince is the first of an unbroken run of readings, in one generation, with neither
-	// routing nor activity. never: the last reading was not such a one.
+	// idleSince is when an unbroken run of readings without routing or activity began, in one
+	// generation. never: the last reading showed routing or activity.
 	idleSince int64
 	// since is when verdict was entered, lastAt when the last outcome came.
 	since, lastAt int64
@@ -73,8 +73,8 @@ func (r *record) set(f flag, on bool) {
 
 func (r *record) key() Key { return Key{r.pool.name, r.target} }
 
-// records is a set of records in which each knows its position. A map would keep its largest size,
-// and take as long to walk.
+// records is a set of records, each of which stores its position in the set. A map would keep its
+// largest size, and iteration would take as long.
 type records struct {
 	which int
 	all   []*record

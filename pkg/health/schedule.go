@@ -21,16 +21,16 @@ const (
 	lostAfter = 3
 )
 
-// schedule has the probed targets, the one that is due first in front. It has its own time, which
-// follows the caller's but neither stops nor jumps when that does: at most the probes of one second
-// are then due at once.
+// schedule is a heap of the probed targets, with the next due one in front. It has its own time,
+// which follows the caller's, but neither stops nor jumps with it. So at most the probes of one
+// second become due at once.
 type schedule struct {
 	heap []*record
-	// present is the schedule's time, offset by how much it is ahead of the caller's. limit is how
-	// far it may advance before Due is called again.
+	// present is the schedule's time, and offset how far that is ahead of the caller's. limit is
+	// the time that present may reach before Due is called again. All are in nanoseconds.
 	present, offset, limit int64
-	// planned counts the targets that were placed in their interval, tickets the probes that were
-	// handed out.
+	// planned determines where the next target is placed in its interval. tickets counts the probes
+	// that Due has returned.
 	planned uint32
 	tickets uint64
 }
@@ -212,8 +212,8 @@ func (s *Set) Report(now time.Time, job Job, outcome Outcome) bool {
 	return true
 }
 
-// take counts an outcome. It reports whether new work for the gateway has come since fresh was
-// cleared.
+// take counts an outcome. It reports whether an operation for the gateway has become pending since
+// fresh was cleared.
 func (s *Set) take(at int64, r *record, outcome Outcome) bool {
 	if outcome.Kind == OutcomeUnknown {
 		s.settle()

@@ -34,8 +34,8 @@ type Change struct {
 
 // Options are the settings of a set.
 type Options struct {
-	// UsablePercent of the routable targets of a pool must be usable, or all are chosen: 1 to 100.
-	// 0: 50. Where none is usable, all are chosen in any case.
+	// UsablePercent is the percentage of a pool's routable targets that must be usable, 1 to 100.
+	// If fewer or none are usable, all routable targets are chosen. 0: 50.
 	UsablePercent int
 }
 
@@ -52,8 +52,8 @@ type Set struct {
 	mu     sync.Mutex
 	synced bool
 	epoch  time.Time
-	// generation is a number for what was last read, 0 while the gateway is unread, and last that
-	// of lastName.
+	// generation is the number of the generation that was read last, or 0 while the gateway is
+	// unread. last is the number of lastName.
 	generation, last uint32
 	lastName         string
 	// readAt is when the last recorded reading began, or when the gateway was last found
@@ -199,10 +199,10 @@ func (s *Set) Adopt(now time.Time, keys []Key) {
 
 // Pending returns the operations that the last readings do not show as done, in the order to apply
 // them: first those that bring targets in, then those that take them out, then those that delete
-// them. There are none while the gateway is unread. To find the last target of a pool first, an
-// exclusion removes only targets that were read in this generation, after the last exclusion in
-// their pool began. The caller applies the operations and then reads their keys: until then the set
-// does not forget a key that was to be routed.
+// them. There are none while the gateway is unread. An exclusion removes only targets that were
+// read in this generation, after the last exclusion in their pool began. So the set first finds out
+// which target of the pool is the last one. The caller applies the operations and then reads their
+// keys: until then the set does not forget a key that was to be routed.
 func (s *Set) Pending() []Op {
 	s.mu.Lock()
 	defer s.mu.Unlock()

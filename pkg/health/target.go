@@ -45,8 +45,8 @@ const (
 	WantRouted
 	// WantRemoved asks the gateway to send nothing new to the target. Running requests continue.
 	WantRemoved
-	// WantAbsent asks for WantRemoved and then to delete the target once nothing runs on it any
-	// more.
+	// WantAbsent asks the gateway to send nothing new to the target, and to delete it once no
+	// request runs on it.
 	WantAbsent
 )
 

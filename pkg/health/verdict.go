@@ -9,17 +9,17 @@ type Verdict uint8
 const (
 	// VerdictUnknown is the zero value: no threshold was reached yet. The target is usable.
 	VerdictUnknown Verdict = iota
-	// Healthy is entered by as many successes as the check's threshold. Further successes are not
-	// counted.
+	// Healthy is entered when the check's threshold of successes in a row is reached. Further
+	// successes are not counted.
 	Healthy
-	// Unhealthy is entered by as many failures of one kind as the threshold for it. The target is
-	// not usable. Further failures are not counted.
+	// Unhealthy is entered when the check's threshold for failures of one kind is reached. The
+	// target is not usable. Further failures are not counted.
 	Unhealthy
-	// MostlyHealthy is Healthy and then a failure, until a threshold is reached on either side. The
-	// target is usable.
+	// MostlyHealthy is entered from Healthy by a failure, and left when a threshold is reached on
+	// either side. The target is usable.
 	MostlyHealthy
-	// MostlyUnhealthy is Unhealthy and then a success, until a threshold is reached on either side.
-	// The target is not usable.
+	// MostlyUnhealthy is entered from Unhealthy by a success, and left when a threshold is reached
+	// on either side. The target is not usable.
 	MostlyUnhealthy
 )
 

@@ -71,7 +71,7 @@ type Detail struct {
 	Read   bool
 	Seen   Seen
 	SeenAt time.Time
-	// Exclusion is the one of the target's pod, nil without one. A terminating pod has one
+	// Exclusion is the exclusion of the target's pod. Nil: there is none. A terminating pod has one
 	// permanently.
 	Exclusion *Exclusion
 }

@@ -21,7 +21,7 @@ const (
 	// Kept: in at least one Service the pod is the last target that the gateway routes to. It stays
 	// routed there until the gateway routes to another one.
 	Kept
-	// Removed: nothing that reaches any process of the gateway from now on is sent to the pod.
+	// Removed: no request that reaches any process of the gateway from now on is sent to the pod.
 	Removed
 	// Idle: Removed, and no request or connection is queued, retrying or in flight to the pod. A
 	// keep-alive connection without a request does not count, if the gateway can distinguish it.
@@ -48,7 +48,8 @@ func Name[E ~uint8](e E, names ...string) string {
 	return fmt.Sprintf("%s(%d)", names[0], e)
 }
 
-// Parse sets e to the value from first on whose name text is. The error names what and the names.
+// Parse sets e to the value whose name is text. Values below first are not accepted. The error
+// contains what and the accepted names.
 func Parse[E ~uint8](e *E, what string, names []string, first E, text []byte) error {
 	n := slices.Index(names[first:], string(text))
 	if n < 0 {

@@ -1,23 +1,23 @@
-// Package cluster is a real Kubernetes control plane for tests and demonstrations: etcd,
-// kube-apiserver, kube-controller-manager and kube-scheduler of one version, built from source and
-// run as ordinary processes of an ordinary user, without containers and without leaving anything
-// behind.
+// Package cluster runs a real Kubernetes control plane for tests and demonstrations: etcd,
+// kube-apiserver, kube-controller-manager and kube-scheduler of one version. They are built from
+// source and run as processes of an ordinary user, without containers. Nothing remains after they
+// end.
 //
 // [Build] compiles the programs, once. [Enter] moves the caller into a network and process
-// namespace of its own, in which a whole range of pod addresses exists and which takes everything
-// with it when it ends. [Start] starts a control plane there, in about two seconds. Package node,
-// below, adds nodes that run pods as processes; package machine, for root, real ones with kubelet,
-// containers and kube-proxy. [Listen] and [Expose] let the machine reach in. In tests all of this
-// is two lines:
+// namespace of its own. All addresses of the pod range exist there, and everything in the namespace
+// ends with it. [Start] starts a control plane there, in about two seconds. Package node adds nodes
+// that run pods as processes. Package machine, which needs root, adds real nodes with kubelet,
+// containers and kube-proxy. [Listen] and [Expose] give programs on the machine access to the
+// namespace. In tests all of this is two lines:
 //
 //	func TestMain(m *testing.M) { cluster.Main(m) }
 //
 //	func TestSomething(t *testing.T) { c := cluster.Shared(t) ... }
 //
-// What is real: everything the API server, the controllers and the scheduler do, admission
-// webhooks, RBAC, ServiceAccount tokens. What is not: without machines there is no kube-proxy, so
-// ClusterIPs lead nowhere; no cluster DNS; no aggregated API; no encryption or authentication
-// between API server and etcd.
+// The API server, the controllers and the scheduler are real, with admission webhooks, RBAC and
+// ServiceAccount tokens. Without machines there is no kube-proxy, so ClusterIPs lead nowhere. There
+// is no cluster DNS, no aggregated API, and no encryption or authentication between API server and
+// etcd.
 package cluster
 
 import (

@@ -12,8 +12,9 @@ import (
 	"time"
 )
 
-// Listen listens on a TCP address of the machine, from inside: the process outside makes the socket
-// and hands it in. Programs on the machine can connect to it. Outside it is net.Listen.
+// Listen listens on a TCP address of the machine, also from inside the namespace: the process
+// outside creates the socket and passes it in. Programs on the machine can connect to it. Outside
+// the namespace, Listen is net.Listen.
 func Listen(address string) (net.Listener, error) {
 	if !Inside() {
 		return net.Listen("tcp", address)
@@ -78,8 +79,8 @@ func listenFile(address string) (*os.File, error) {
 }
 
 // Expose forwards connections to an address of the machine to an address inside, until ctx ends,
-// and returns the address of the machine. If outer is empty that is the port of inner on 127.0.0.1
-// or, if the port is taken, any other.
+// and returns the address of the machine. If outer is empty, that address is 127.0.0.1 with the
+// port of inner or, if that port is in use, any other.
 func Expose(ctx context.Context, inner, outer string) (string, error) {
 	addresses := []string{outer}
 	if outer == "" {

@@ -13,18 +13,18 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// shortActive and longActive are how long faults happen and people delete pods, settledAfter how
-// long nothing of that happens then, until everything must be as it should be: a call that was let
-// through ends within 34 s, a drain without callers is looked into 45 s after its last answer, an
-// expiry ends after 60 s, and the slowest frozen process wakes.
+// shortActive and longActive are how long faults occur and operators delete pods. settledAfter is
+// how long the world then runs without either, until the final state is checked. Within that time,
+// a call that was let through ends (34 s), and the API is read for a drain without callers (45 s
+// after its last answer). An expiry passes (60 s), and the slowest frozen process wakes.
 const (
 	shortActive  = 70 * time.Second
 	longActive   = 180 * time.Second
 	settledAfter = 190 * time.Second
 )
 
-// proc is a process: it has lives, and may be frozen, so that what should have happened to it
-// happens when it wakes.
+// proc is a process. It can restart, which begins another life, and it can be frozen: its events of
+// that time happen when it wakes.
 type proc struct {
 	node   int
 	name   string
@@ -42,8 +42,8 @@ type event struct {
 	do   func()
 }
 
-// queue is a heap of events, the earliest first, and of those of one time the one that was put in
-// first.
+// queue is a heap of events, the earliest first. Events of the same time come in the order in which
+// they were added.
 type queue []*event
 
 func (q queue) before(i, j int) bool {
@@ -86,10 +86,10 @@ func (q *queue) pop() *event {
 	return e
 }
 
-// maxNodes bounds the processes of one world, agents that were replaced included.
+// maxNodes bounds the processes of one world, including agents that were replaced.
 const maxNodes = 20
 
-// world is everything there is, under one seed.
+// world is the complete state of the simulation of one seed.
 type world struct {
 	seed  uint64
 	rng   *rand.Rand
@@ -104,7 +104,7 @@ type world struct {
 	coords []*coord
 	agents []*agent
 	nodes  int
-	// blocked says until when nothing passes from one node to another.
+	// blocked is the time until which no message passes from one node to another.
 	blocked [maxNodes][maxNodes]time.Duration
 
 	// active is shortActive or longActive.
@@ -114,24 +114,24 @@ type world struct {
 	steps, faults int
 	// kinds are the kinds of faults that happen under this seed.
 	kinds [faultKinds]bool
-	// slow is how many of a thousand messages are slow, twice how many of a thousand posts arrive
-	// twice.
+	// slow is how many of a thousand messages are slow. twice is how many of a thousand posts
+	// arrive twice.
 	slow, twice int
 
-	// checked says that the targets of the first pool are probed, noise how many of a thousand
-	// probes time out for nothing.
+	// checked reports whether the targets of the first pool are probed. noise is how many of a
+	// thousand probes time out without a fault.
 	checked bool
 	noise   int
 
 	// barriers: there are nodes whose agents observe, and pods with hooks.
 	barriers bool
-	// scope says which of their agents are asked.
+	// scope selects the node agents that are asked.
 	scope drain.Scope
 
-	// blind switches the checks off that look inside.
+	// blind disables the checks that read internal state.
 	blind bool
-	// parted is when replicas were last seen not to know of each other: one was not answered, or
-	// acted as the opener without being it.
+	// parted is when the replicas last disagreed: a replica got no answer from another, or acted as
+	// the opener without being the opener.
 	parted time.Duration
 	// ownerHolds is how many calls for pods of one owner may wait at one replica.
 	ownerHolds int
@@ -140,7 +140,7 @@ type world struct {
 	check     string
 	excused   map[string]int
 	allowed   map[string]int
-	// measured counts what is no violation, and worth to know.
+	// measured counts events that are of interest but are no violation.
 	measured map[string]int
 	tracing  bool
 	trace    []string
@@ -198,7 +198,7 @@ func (w *world) push(at time.Duration, p *proc, life int, do func()) {
 	w.queue.push(e)
 }
 
-// after lets p do something later in this life. A nil p is the world itself.
+// after schedules do for p after d, in p's present life. A nil p is the world itself.
 func (w *world) after(p *proc, d time.Duration, do func()) {
 	life := 0
 	if p != nil {
@@ -219,7 +219,7 @@ func (w *world) logf(who, format string, args ...any) {
 	w.trace = append(w.trace, line)
 }
 
-// logger writes what shipped code logs into the trace.
+// logger returns a logger that writes the log lines of shipped code into the trace.
 func (w *world) logger(who string) *slog.Logger { return slog.New(tracer{w: w, who: who}) }
 
 type tracer struct {
@@ -249,10 +249,10 @@ func (w *world) fail(check, format string, args ...any) {
 	w.logf("CHECK", "%s: %s", check, w.violation)
 }
 
-// excuse counts a named reason for which something that must not happen may.
+// excuse counts a named reason that permits something otherwise forbidden.
 func (w *world) excuse(reason string) { w.excused[reason]++ }
 
-// measure counts something.
+// measure counts an event in measured.
 func (w *world) measure(what string) { w.measured[what]++ }
 
 func (w *world) chance(ofThousand int) bool { return w.rng.IntN(1000) < ofThousand }
@@ -261,10 +261,10 @@ func (w *world) between(least, most time.Duration) time.Duration {
 	return least + time.Duration(w.rng.Int64N(int64(most-least)+1))
 }
 
-// faulty says whether faults still happen.
+// faulty reports whether faults still occur.
 func (w *world) faulty() bool { return w.at < w.active }
 
-// delay is how long one message takes.
+// delay returns the duration of one message.
 func (w *world) delay() time.Duration {
 	if w.faulty() && w.slow > 0 && w.chance(w.slow) {
 		return w.between(50*time.Millisecond, 4*time.Second)
@@ -272,22 +272,22 @@ func (w *world) delay() time.Duration {
 	return w.between(200*time.Microsecond, 3*time.Millisecond)
 }
 
-// conn is one TCP connection: what is sent on it arrives in order, late, or not at all.
+// conn is one TCP connection. Messages on it arrive in order, late, or not at all.
 type conn struct {
 	lines [2]line
-	// closed says that the end of that side is closed: it neither sends nor hears any more.
+	// closed reports whether the end of that side is closed: it neither sends nor receives.
 	closed [2]bool
 }
 
-// line brings messages to another process in order, whichever of them a fault holds up.
+// line delivers messages to another process in order, even if a fault delays some of them.
 type line struct {
 	last time.Duration
-	// sent are those that are under way.
+	// sent has the messages in flight.
 	sent []func()
 }
 
-// put sends do, which arrives at a time at the earliest: then, next brings whatever message is
-// first.
+// put adds the message do, which arrives at the time at or later. arrives is that time. At arrives,
+// next delivers the first message in flight.
 func (q *line) put(at time.Duration, do func()) (arrives time.Duration, next func()) {
 	q.last = max(at, q.last)
 	q.sent = append(q.sent, do)
@@ -298,7 +298,7 @@ func (q *line) put(at time.Duration, do func()) (arrives time.Duration, next fun
 	}
 }
 
-// send brings do to another process, on c if that is not nil. dir is the side that sends.
+// send delivers do to another process, on c if that is not nil. dir is the side that sends.
 func (w *world) send(from, to *proc, c *conn, dir int, do func()) {
 	at := w.at + w.delay()
 	if c != nil {
@@ -322,7 +322,7 @@ func (w *world) arrive(at time.Duration, from int, to *proc, life int, do func()
 	})
 }
 
-// cut closes one side and lets the other side hear of it, if lost is false.
+// cut closes one side of c. Unless lost is set, the other side is notified by heard.
 func (w *world) cut(from, to *proc, c *conn, dir int, lost bool, heard func()) {
 	if c.closed[dir] {
 		return

@@ -10,9 +10,9 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// Agents report the health of their targets for operators; nothing is decided by it. So it must
-// never delay other messages: it has lines of its own between those of reports, few and short ones,
-// and a line that cannot be read is ignored and does not end the stream.
+// Agents report the health of their targets for operators; nothing is decided by it. These reports
+// must therefore never delay other messages. They have few and short lines of their own between
+// those of Reports. A line that cannot be read is ignored and does not end the stream.
 
 // FeatureHealth: the coordinator accepts Health. Agents that check no health do not offer it.
 const FeatureHealth = "health"
@@ -27,36 +27,36 @@ const (
 	// them names.
 	MaxHealthServices = 128
 	MaxHealthTargets  = 5
-	// maxHealthWord bounds the letters of why and last.
+	// maxHealthWord bounds why and last, in bytes each.
 	maxHealthWord = 100
 )
 
 // Health is the part of an agent's health report that has changed on this session.
 type Health struct {
 	Session uint64 `json:"session"`
-	// First: it replaces everything before it.
+	// First: this message replaces all earlier ones.
 	First bool `json:"first,omitempty"`
-	// Services is how many the gateway routes, All counts the targets of all of them: also of those
-	// that are not listed.
+	// Services is the number of Services that the gateway routes. All counts the targets of all of
+	// them, including Services that are not listed.
 	Services int          `json:"services"`
 	All      TargetCounts `json:"all"`
-	// Changed are the Services with changes, Gone those that are not listed any more.
+	// Changed are the Services with changes. Gone are those that the agent no longer lists.
 	Changed []ServiceHealth `json:"changed,omitempty"`
 	Gone    []drain.Service `json:"gone,omitempty"`
 }
 
 // TargetCounts count the targets that EndpointSlices want traffic for. Each is counted once.
 type TargetCounts struct {
-	// Usable pass their checks. Unknown have not been judged, or are not checked: they are usable
-	// too.
+	// Usable targets pass their checks. Unknown targets have no verdict yet, or no check: they are
+	// usable too.
 	Usable  int `json:"usable"`
 	Unknown int `json:"unknown"`
-	// Unhealthy fail them.
+	// Unhealthy targets fail their checks.
 	Unhealthy int `json:"unhealthy"`
-	// Excluded are of pods that a coordinator has excluded.
+	// Excluded targets belong to pods that a coordinator has excluded.
 	Excluded int `json:"excluded"`
-	// Doubtful have no traffic because the agent does not know yet whether they may have: it has
-	// just started, or its coordinators were away.
+	// Doubtful targets have no traffic because the agent cannot decide yet whether they may have
+	// any: it has just started, or its coordinators were away.
 	Doubtful int `json:"doubtful,omitempty"`
 }
 
@@ -78,7 +78,8 @@ type TargetHealth struct {
 	Address netip.AddrPort `json:"address"`
 	// Pod is namespace/name. Empty: it is not known.
 	Pod string `json:"pod,omitempty"`
-	// Why is why it has traffic or none, Last the result of its last check, in the agent's words.
+	// Why is the reason why the target has traffic or none. Last is the result of its last check.
+	// Both are texts of the agent.
 	Why  string `json:"why"`
 	Last string `json:"last,omitempty"`
 	// Since is when it became unhealthy.
@@ -92,7 +93,7 @@ type Summary struct {
 	Told     []ServiceHealth
 }
 
-// Trouble reports whether operators should look.
+// Trouble reports whether an operator should look at the Service.
 func (s ServiceHealth) Trouble() bool { return s.FailingOpen || s.Unhealthy > 0 || s.Doubtful > 0 }
 
 // Size returns about how many bytes of memory s takes.
@@ -115,7 +116,7 @@ type healthLine struct {
 // AppendHealth appends h as one line.
 func AppendHealth(b []byte, h Health) []byte { return Append(b, healthLine{h}) }
 
-// IsHealth reports whether a line is of [AppendHealth].
+// IsHealth reports whether [AppendHealth] has written a line.
 func IsHealth(line []byte) bool { return bytes.HasPrefix(line, []byte(healthPrefix)) }
 
 // ParseHealth reads one line of [AppendHealth], and [Health.Check]s it.
@@ -168,7 +169,7 @@ func (c TargetCounts) negative() bool {
 // sent nothing. Not safe for concurrent use.
 type Teller struct {
 	told map[drain.Service][]byte
-	// services and all were sent last.
+	// services and all are the values that were sent last.
 	services int
 	all      TargetCounts
 	begun    bool

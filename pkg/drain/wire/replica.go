@@ -28,8 +28,8 @@ type Claim struct {
 	OnlyAsked bool `json:"onlyAsked,omitempty"`
 }
 
-// The verdicts of a Claimed. Any other verdict, and none, means that the replica has no opinion:
-// the replica that asks tries the next one, and decides for itself if there is none.
+// The verdicts of a Claimed. With any other verdict, or none, the asked replica does not decide.
+// The asking replica then asks the next one, or decides itself if there is no other.
 const (
 	VerdictDrain = "drain"
 	VerdictDeny  = "deny"
@@ -38,7 +38,7 @@ const (
 // Claimed answers a Claim.
 type Claimed struct {
 	Verdict string `json:"verdict,omitempty"`
-	// Reason, Message and Budget are those of an answer that denies.
+	// Reason, Message and Budget are those of the denial.
 	Reason  string `json:"reason,omitempty"`
 	Message string `json:"message,omitempty"`
 	Budget  string `json:"budget,omitempty"`

@@ -15,11 +15,11 @@
 // is refused with 409, and the agent opens a new stream.
 //
 // Compatibility: fields are added, never repurposed. Unknown fields are ignored, unknown types of
-// messages are skipped, unknown values of enumerations are refused by name. Both sides speak the
-// newest version that they know and the one before ([Spoken]): the agent names them in the query of
-// the stream, the coordinator chooses the newest that both know ([Choose]) and says so in Hello.
-// Smaller additions are features: each side names those it has, in the query and in Hello, and uses
-// none that the other has not named.
+// messages are skipped, unknown values of enumerations are refused by name. Each side speaks its
+// newest version and the one before ([Spoken]). The agent names both in the query of the stream.
+// The coordinator chooses the newest version that both sides speak ([Choose]), and names it in
+// Hello. Smaller additions are features. Each side names its features, the agent in the query and
+// the coordinator in Hello, and uses only those that the other side has named.
 package wire
 
 import (
@@ -44,14 +44,14 @@ const FeatureLeave = "leave"
 // observes.
 const FeatureBarrier = "barrier"
 
-// Features are what this code has, on both sides. An agent that observes nothing does not offer
-// FeatureBarrier, see also [FeatureHealth].
+// Features returns the features of this code, on both sides. An agent that observes no gateway does
+// not offer [FeatureBarrier]. See also [FeatureHealth].
 func Features() []string { return []string{FeatureLeave, FeatureBarrier, FeatureHealth} }
 
 // The query of [StreamPath].
 const (
-	// queryProtocol is given once for each version that the agent speaks, queryFeature for each
-	// feature, queryBoot at most once.
+	// queryProtocol occurs once for each version that the agent speaks, and queryFeature once for
+	// each feature. queryBoot and queryBuild occur at most once.
 	queryProtocol = "protocol"
 	queryFeature  = "feature"
 	queryBoot     = "boot"
@@ -61,8 +61,8 @@ const (
 // Upgrade is the protocol that an agent's request for a stream names in its Upgrade header.
 const Upgrade = "lameduck-stream"
 
-// maxFeatures bounds the features of an agent that are kept, maxNameLength the bytes of a name that
-// an agent gives.
+// maxFeatures bounds the features in an offer. maxNameLength bounds each name in it, in bytes. A
+// larger offer is refused.
 const (
 	maxFeatures   = 64
 	maxNameLength = 256
@@ -106,8 +106,8 @@ func (o Offer) Query() string {
 	return q.Encode()
 }
 
-// ParseOffer reads the query of [StreamPath]. Other keys are ignored. What is too long is refused
-// by name.
+// ParseOffer reads the query of [StreamPath]. Other keys are ignored. The error for a value that is
+// too long names its key.
 func ParseOffer(q url.Values) (Offer, error) {
 	o := Offer{Protocols: q[queryProtocol], Features: q[queryFeature], Boot: q.Get(queryBoot), Build: q.Get(queryBuild)}
 	switch {
@@ -172,15 +172,15 @@ const (
 	BarriersPath = "/v1/barriers"
 )
 
-// ReportsPath and HealthPath are what metrics call the lines of Reports and of Health that agents
-// write into their streams. They are not served.
+// ReportsPath and HealthPath are the labels by which metrics count the lines of Reports and of
+// Health that agents write into their streams. They are not served.
 const (
 	ReportsPath = "/v1/reports"
 	HealthPath  = "/v1/health"
 )
 
-// MaxRoutes and MaxReports bound one post or line, MaxName the bytes of each name and UID in it,
-// MaxKept those of the Services that keep a pod.
+// MaxRoutes and MaxReports bound the entries of one post or line. MaxName bounds each name and UID
+// in it, in bytes. MaxKept bounds the names of the Services that keep a pod, in bytes.
 const (
 	MaxRoutes  = 10_000
 	MaxReports = 10_000
@@ -188,13 +188,13 @@ const (
 	MaxKept    = 4096
 )
 
-// MaxTargets bounds the addresses of one pod, MaxBound how long a barrier may last.
+// MaxTargets bounds the addresses of one pod. MaxBound bounds the duration of a barrier.
 const (
 	MaxTargets = 64
 	MaxBound   = 10 * time.Minute
 )
 
-// MaxBody bounds what an agent may post, in bytes. 10,000 reports fit.
+// MaxBody bounds a post or a line of an agent, in bytes. It is enough for 10,000 reports.
 const MaxBody = 4 << 20
 
 // Type is the kind of a Message.
@@ -215,9 +215,9 @@ const (
 
 // Message is one line of the stream. The field that Type names is set.
 type Message struct {
-	// At is when this was written, in milliseconds of a clock of the coordinator's own. The agent
-	// returns the last At that it has processed with its reports. So the age of reports is measured
-	// by one clock, however long they are in flight or either side is frozen.
+	// At is when the message was written, in milliseconds by a clock of the coordinator. With its
+	// reports, the agent returns the At of the last message that it has processed. So one clock
+	// measures the age of reports, however long they are in flight or either side is frozen.
 	At       int64        `json:"at,omitempty"`
 	Type     Type         `json:"type"`
 	Hello    *Hello       `json:"hello,omitempty"`
@@ -231,16 +231,16 @@ type Message struct {
 
 // Hello is the first message of a stream.
 type Hello struct {
-	// Protocol that the coordinator chose among those the agent named.
+	// Protocol is the version that the coordinator chose among those of the agent.
 	Protocol int `json:"protocol"`
-	// Features that the coordinator has.
+	// Features are the features of the coordinator.
 	Features []string `json:"features"`
-	// Holder under which the exclusions of this stream stand.
+	// Holder is the holder of this stream's exclusions.
 	Holder drain.Holder `json:"holder"`
-	// Session to name in every post.
+	// Session is the number that the agent names in every post.
 	Session uint64 `json:"session"`
-	// HeartbeatMillis is the longest time between two messages, AwayMillis the silence after which
-	// the stream counts as lost.
+	// HeartbeatMillis is the longest time between two messages. AwayMillis is the silence after
+	// which the stream counts as lost.
 	HeartbeatMillis int64 `json:"heartbeatMillis"`
 	AwayMillis      int64 `json:"awayMillis"`
 	// ExpiryMillis is how long an exclusion stands after the last message of the stream.
@@ -259,20 +259,20 @@ type Declaration struct {
 	Routes     []drain.Route `json:"routes"`
 }
 
-// Declared answers a Declaration. The stream brings the open drains of what was declared, and then
-// a Message of type synced with this number: the agent excludes them before it programs its
-// gateway.
+// Declared answers a Declaration. The stream then has the open drains of the declared Services,
+// followed by a Message of type synced with this number. The agent excludes these pods before it
+// changes its gateway.
 type Declared struct {
 	Declared int `json:"declared"`
 }
 
 // Reports are an agent's present reports about the open drains of the replica that they are sent
-// to. With UpTo, they are the exceptions from it. Without, pods that are not among them are as they
-// were reported before on this session.
+// to. With UpTo, they are the exceptions from it. Without UpTo, the earlier report on this session
+// remains valid for each pod that Reports does not list.
 type Reports struct {
 	Session uint64 `json:"session"`
-	// At is that of the last message that was processed before the states were read. 0: unknown,
-	// and the reports are as old as their arrival.
+	// At is the [Message.At] of the last message that the agent had processed before it read the
+	// states. 0: unknown. The age of the reports then counts from their arrival.
 	At int64 `json:"at,omitempty"`
 	// Boot names the life of the agent's process.
 	Boot    string         `json:"boot"`
@@ -280,23 +280,24 @@ type Reports struct {
 	Reports []drain.Report `json:"reports,omitempty"`
 }
 
-// Leave tells that the agent's gateway accepts no more traffic, so that drains need not wait for
+// Leave states that the agent's gateway accepts no more traffic, so that drains need not wait for
 // the agent. It holds until the agent declares again or connects with another boot.
 type Leave struct {
 	Session uint64 `json:"session"`
 	Boot    string `json:"boot"`
 }
 
-// BarrierRequest is the request of the agent on a pod's node to be answered when the pod may be
-// stopped, or at the bound. A repeat, also to another replica, is about the same barrier.
+// BarrierRequest is a request of the agent on a pod's node. The coordinator answers it when the pod
+// may be stopped, or at the bound. A repeated request, also to another replica, is about the same
+// barrier.
 type BarrierRequest struct {
 	Session uint64           `json:"session"`
 	Pod     drain.Pod        `json:"pod"`
 	Targets []netip.AddrPort `json:"targets"`
-	// Since is the deletion by the API server's clock or, if the pod is not Terminating, the stop
-	// of its container by the node's. BoundMillis is how long after it the answer is due,
-	// ElapsedMillis how much of that has passed, so that the clocks of the two sides need not
-	// agree.
+	// Since is when the pod was deleted, by the API server's clock. If the pod is not Terminating,
+	// it is when the container was stopped, by the node's clock. BoundMillis is how long after
+	// Since the answer is due. ElapsedMillis is how much of that has passed, so the clocks of the
+	// two sides need not agree.
 	Since         time.Time `json:"since"`
 	BoundMillis   int64     `json:"boundMillis"`
 	ElapsedMillis int64     `json:"elapsedMillis"`

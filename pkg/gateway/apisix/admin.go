@@ -21,31 +21,32 @@ import (
 const (
 	// mark is the label of an upstream that agents direct. The plug-in reports only these.
 	mark = "lameduck"
-	// nowhere refuses connections. An upstream without targets has this node: APISIX merges into no
-	// empty set, and takes a null for the weight of a node there.
+	// nowhere is an address that refuses connections. An upstream without targets has this node,
+	// because APISIX cannot merge into an empty set: it would store a null as the weight of a node.
 	nowhere = "127.0.0.1:1"
-	// veto is how long no other agent routes to a target that one has removed: as long as a
-	// coordinator may take to tell them of the exclusion.
+	// veto is how long other agents do not route to a target that one agent has removed. A
+	// coordinator may take this long to send them the exclusion.
 	veto = 30 * time.Second
 	// maxAnswer bounds an answer, in bytes.
 	maxAnswer = 64 << 20
 )
 
-// errConflict is the only refusal of the Admin API that is tried again at once.
+// errConflict is the only refusal of the Admin API after which a write is retried.
 var errConflict = errors.New("value changed before overwritten")
 
-// upstream is what etcd has, not what processes route by.
+// upstream is an upstream object as stored in etcd. Processes may still route by an earlier
+// version.
 type upstream struct {
 	version int64
-	// nodes has every node, whatever its weight: one of weight 0 gets retries.
+	// nodes has the weight of every node. A node of weight 0 still gets retries.
 	nodes  map[string]int
 	labels map[health.Target]label
-	// refused is why its targets cannot be seen to be out.
+	// refused is why a removal of its targets cannot be proved. Nil: it can.
 	refused error
 }
 
-// label is what agents noted about a target: "routed", or "removed/UNTIL/AGENT", until when, in
-// milliseconds, no other agent routes to it.
+// label is an agent's note about a target: "routed", or "removed/UNTIL/AGENT". Until UNTIL, in Unix
+// milliseconds, only AGENT may route to the target again.
 type label string
 
 func (l label) parse() (until time.Time, agent string) {
@@ -111,8 +112,8 @@ func (g *Gateway) call(ctx context.Context, method, url string, body, into any) 
 	return answer.StatusCode, errors.Join(err, fmt.Errorf("%s: %.200s", answer.Status, text))
 }
 
-// upstream reads one upstream object, and makes it if there is none: routes can refer to it only
-// then.
+// upstream reads one upstream object. It creates the object if there is none, because routes can
+// refer only to an existing one.
 func (g *Gateway) upstream(ctx context.Context, pool health.Pool) (*upstream, error) {
 	if g.services[pool] == "" {
 		return nil, fmt.Errorf("no upstream %q is configured", pool)
@@ -187,8 +188,8 @@ func address(host string, port int) string {
 	return net.JoinHostPort(strings.Trim(host, "[]"), strconv.Itoa(port))
 }
 
-// write brings one upstream object to what is wanted of its targets, and begins again if another
-// writer was faster. vetoed are the targets that it may not route to, each with the reason.
+// write changes one upstream object as its targets want, and begins again if another writer was
+// faster. vetoed has the targets that must not be routed yet, each with the reason.
 func (g *Gateway) write(ctx context.Context, pool health.Pool, wants map[health.Key]health.Want) (
 	vetoed map[health.Key]error, err error) {
 	for {
@@ -207,8 +208,8 @@ func (g *Gateway) write(ctx context.Context, pool health.Pool, wants map[health.
 	}
 }
 
-// delta returns what is to be merged into u. Nulls take out. A target that is to be absent loses
-// its label as well.
+// delta returns the changes to merge into u, and the vetoed targets. A null removes a node or a
+// label. An absent target also loses its label.
 func (g *Gateway) delta(u *upstream, pool health.Pool, wants map[health.Key]health.Want) (
 	delta map[string]map[string]any, vetoed map[health.Key]error) {
 	nodes, labels, vetoed := map[string]any{}, map[string]any{}, map[health.Key]error{}

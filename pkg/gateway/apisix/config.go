@@ -22,10 +22,10 @@ type Config struct {
 	// Exactly one of control and probe is needed.
 	Control string `json:"control,omitempty"`
 	// Probe is the route with gateways/apisix/probe.lua on this APISIX, without the plug-in:
-	// http://127.0.0.1:9080/PATH. It counts no requests: nothing is ever read as Idle.
+	// http://127.0.0.1:9080/PATH. It does not count requests, so no target is ever Idle.
 	Probe string `json:"probe,omitempty"`
-	// Upstreams are those that the agent makes and directs, at least one. Routes refer to them by
-	// upstream_id.
+	// Upstreams are the upstream objects that the agent creates and directs. At least one is
+	// required. Routes refer to them by upstream_id.
 	Upstreams []Upstream `json:"upstreams"`
 }
 
@@ -38,8 +38,9 @@ type Upstream struct {
 	Service string `json:"service"`
 	// Port is the name of the Service's port. Empty: the only one.
 	Port string `json:"port,omitempty"`
-	// HealthCheck is how the agent probes the targets (docs/health.md); the Service's annotation
-	// lameduck.io/health-check wins over it. Absent: they are not probed.
+	// HealthCheck is how the agent probes the targets (docs/health.md). The Service's annotation
+	// lameduck.io/health-check takes precedence over it. If both are absent, the targets are not
+	// probed.
 	HealthCheck json.RawMessage `json:"healthCheck,omitempty"`
 }
 
@@ -60,8 +61,8 @@ func (c *Config) Routes() (all []gateway.Route) {
 	return all
 }
 
-// Check implements gateway.Kind. What proves a removal has to be of the agent's own pod: the
-// address of a Service is that of any replica.
+// Check implements gateway.Kind. The URL that proves removals must be in the agent's own pod,
+// because the address of a Service leads to any replica.
 func (c *Config) Check() (errs []error) {
 	must := func(ok bool, field, value, why string) {
 		if !ok {
@@ -95,7 +96,7 @@ func (*Config) OwnsPool() bool { return true }
 // StateDir implements gateway.DirectedKind: the agent's file has a key for it.
 func (*Config) StateDir() string { return "" }
 
-// Direct implements gateway.DirectedKind. The pod's name tells the agents of replicas apart.
+// Direct implements gateway.DirectedKind. The pod's name distinguishes the agents of the replicas.
 func (c *Config) Direct() (gateway.Directed, error) {
 	name, err := os.Hostname()
 	return open(*c, name), err

@@ -2,29 +2,33 @@
 //
 // # Model
 //
-// An upstream object is a pool. The agent makes it and merges differences into its nodes: null
-// takes an address out, 1 puts it in. Routes of operators refer to it by upstream_id. Labels of the
-// object say which pods are at the addresses: ADDRESS@UID is "routed" or "removed/UNTIL/AGENT".
-// The replicas of an APISIX share the object, and each has an agent. What one agent has removed,
-// another does not put back before UNTIL: it may not have been told of the exclusion yet.
+// An upstream object is a pool. The agent creates the object and merges differences into its nodes:
+// null removes an address, and 1 adds it. Routes of operators refer to the object by upstream_id.
+// Its labels name the pods at the addresses: the value of ADDRESS@UID is "routed" or
+// "removed/UNTIL/AGENT". The replicas of an APISIX share the object, and each replica has an agent.
+// If one agent has removed a target, the others do not add it again before UNTIL, because they may
+// not have received the exclusion yet.
 //
-// Weight 0 is never written: retries go there. Whether the last target is kept is decided by the
-// set. Without targets an upstream has one node that refuses connections, and is not empty.
+// The agent never writes weight 0, because retries would still go there. Package health decides
+// whether the last target is kept. An upstream without targets is not empty: it has one node that
+// refuses connections.
 //
 // # What is proved, and how
 //
-// An answer of the Admin API proves that etcd has stored something. A process may be stopped, cut
-// off from etcd, or shutting down after a reload with what it had then. So each process under the
-// master reports the version and the nodes that it routes by. A target is out once every process
-// has reported a version at or after the one that was first read without it. A process that takes
-// new requests must have reported within 500 ms, or nothing is observed. One that shuts down
-// reports no more and follows no more: until it ends, it routes by what it reported last.
+// An answer of the Admin API proves only that etcd has stored the change. A process may be stopped,
+// disconnected from etcd, or shutting down with the configuration that it had at a reload. So each
+// process under the master reports the version and the nodes that it routes by. A target is out
+// once every process has reported a version at or after the one that was first read without it. A
+// process that accepts new requests must have reported within the last 500 ms; otherwise there is
+// no observation. A process that is shutting down neither reports nor applies changes: until it
+// ends, it routes by its last report.
 //
-// A request picks from the nodes that its process had when it began, also for its retries, and
-// after a slow upload, for which no connection exists until then. The plug-in counts requests by
-// that version. Active of a target that is out are the requests of earlier versions, those to other
-// targets among them. Without the plug-in, a route answers for one worker at each connection. An
-// old worker answers to none, so nothing is out while one lives, and nothing is ever Idle.
+// A request uses the nodes that its process had when the request began. That includes its retries,
+// and a connection that is opened only after a slow upload. The plug-in counts requests by that
+// version. For a target that is out, Active is the number of requests of earlier versions,
+// including those to other targets. Without the plug-in, a route answers for one worker at each
+// connection. An old worker does not answer, so no target is out while an old worker exists, and no
+// target is ever Idle.
 //
 // While something else routes to a target that is to be out (a route, service, plug-in or other
 // upstream with that node, or one that resolves the Service), its pool is unread, with the reason.
@@ -55,8 +59,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// forgetAfter is when a target that is out is forgotten if requests are not counted: longer than
-// APISIX lets old workers finish (worker_shutdown_timeout, 240 s).
+// forgetAfter is how long a target that is out is remembered if requests are not counted. It
+// exceeds the time that APISIX gives old workers (worker_shutdown_timeout, 240 s).
 const forgetAfter = 5 * time.Minute
 
 // Gateway implements gateway.Directed.
@@ -66,9 +70,10 @@ type Gateway struct {
 	services    map[health.Pool]string
 	client      *http.Client
 	read        func(context.Context) (*report, error)
-	// out is since when each target is out that was read last.
+	// out has the targets of the last reading that are out.
 	out map[health.Key]out
-	// last is the last report that was complete. sees: the agent sees the same processes in proc.
+	// last is the last complete report. sees reports whether the agent sees the same processes in
+	// proc.
 	last *report
 	sees bool
 	proc string
@@ -77,8 +82,8 @@ type Gateway struct {
 	listed time.Time
 }
 
-// out is the first version that was read without a target, and its label. Another removal has
-// another label.
+// out is the first version that was read without a target, and the target's label then. Each
+// removal has a different label.
 type out struct {
 	version int64
 	label   label
@@ -100,7 +105,7 @@ func open(cfg Config, name string) *Gateway {
 	return g
 }
 
-// Apply implements gateway.Directed. It waits a little for every process to follow.
+// Apply implements gateway.Directed. It waits up to 500 ms for every process to apply the changes.
 func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 	wants, writes := map[health.Key]health.Want{}, map[health.Key]health.Want{}
 	for _, op := range ops {
@@ -174,8 +179,8 @@ func (g *Gateway) Observe(ctx context.Context, keys []health.Key) (health.Observ
 	return o, nil
 }
 
-// observe reads etcd before the processes: what they report then is compared with what was stored
-// earlier.
+// observe reads etcd before the processes, so that their reports are compared with a version that
+// was stored earlier.
 func (g *Gateway) observe(ctx context.Context, keys []health.Key) (health.Observation, error) {
 	var nothing health.Observation
 	o := health.Observation{At: time.Now(), Seen: map[health.Key]health.Seen{}, Unread: map[health.Pool]error{}}
@@ -210,7 +215,7 @@ func (g *Gateway) observe(ctx context.Context, keys []health.Key) (health.Observ
 	return o, nil
 }
 
-// see judges one target. An error says why its pool is unread.
+// see judges one target. An error is the reason why its pool is unread.
 func (g *Gateway) see(k health.Key, u *upstream, r *report) (health.Seen, error) {
 	l, known := u.labels[k.Target]
 	routed, shared := u.routes(k.Target), u.shared(k.Target)
@@ -246,7 +251,7 @@ func (g *Gateway) see(k health.Key, u *upstream, r *report) (health.Seen, error)
 	return is, nil
 }
 
-// Owned implements gateway.Directed: the targets that agents have noted.
+// Owned implements gateway.Directed: the targets that agents have labeled.
 func (g *Gateway) Owned(ctx context.Context) (keys []health.Key, err error) {
 	for pool := range g.services {
 		u, err := g.upstream(ctx, pool)
@@ -260,8 +265,8 @@ func (g *Gateway) Owned(ctx context.Context) (keys []health.Key, err error) {
 	return keys, nil
 }
 
-// Stopped implements gateway.Directed. It takes a process namespace that the agent shares with
-// APISIX: that nothing listens is not enough, because workers that shut down serve.
+// Stopped implements gateway.Directed. It requires a process namespace that the agent shares with
+// APISIX. A closed port alone is no evidence, because workers that are shutting down still serve.
 func (g *Gateway) Stopped(ctx context.Context) bool {
 	if _, err := g.read(ctx); !errors.Is(err, syscall.ECONNREFUSED) || !g.sees {
 		return false

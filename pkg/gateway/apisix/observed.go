@@ -28,8 +28,8 @@ func (*ObservedConfig) Name() string { return "apisix-observed" }
 // PerRequest implements gateway.Kind.
 func (*ObservedConfig) PerRequest() bool { return true }
 
-// Observe implements gateway.ObservedKind. Nothing settles: each answer has what every process
-// itself has reported.
+// Observe implements gateway.ObservedKind. The settle time is 0, because each answer contains the
+// reports of all processes themselves.
 func (c *ObservedConfig) Observe(log *slog.Logger) gateway.Observed {
 	r := &reader{}
 	o := observed{c.Poll(r.read, 0, log), r}
@@ -43,15 +43,15 @@ type observed struct {
 	*reader
 }
 
-// reader keeps what discovery.kubernetes has found.
+// reader keeps the endpoints that discovery.kubernetes has found.
 type reader struct {
 	mu         sync.Mutex
 	discovered map[string][]netip.Addr
 }
 
-// read implements poll.Read. A target is Removed if every process, the old ones too, has reported
-// in time and does not list it. Requests that began before its process reported so may be sent to
-// it.
+// read implements poll.Read. A target is Removed if every process, including the old ones, has
+// reported and does not list it. Requests that began before that report of their process may still
+// be sent to it.
 func (r *reader) read(get func(path string, into any) error) ([]poll.Host, error) {
 	hosts, discovers, err := r.processes(get)
 	found := map[string][]netip.Addr{}
@@ -104,7 +104,7 @@ func (r *reader) processes(get func(path string, into any) error) (hosts []poll.
 	return hosts, discovers, nil
 }
 
-// host returns what is routed at an address, and whether it is not a name.
+// host returns the host of a node, and reports whether the node is an address rather than a name.
 func host(node string) (poll.Host, bool) {
 	target, err := netip.ParseAddrPort(node)
 	if err != nil {
@@ -114,7 +114,7 @@ func host(node string) (poll.Host, bool) {
 	return poll.Host{Target: target, State: health.Routing, Counted: true}, true
 }
 
-// running counts requests by process, and by the last report before they began.
+// running counts requests by process and by the number of the last report before they began.
 func (r *report) running() map[string]map[int64]int {
 	all := map[string]map[int64]int{}
 	for key, n := range r.Picks {
@@ -131,7 +131,7 @@ func (r *report) running() map[string]map[int64]int {
 	return all
 }
 
-// list is one of Lua, where an empty list is an object.
+// list is a list that Lua has encoded, which writes an empty one as an object.
 type list[T any] []T
 
 // UnmarshalJSON implements json.Unmarshaler.
@@ -142,8 +142,8 @@ func (l *list[T]) UnmarshalJSON(text []byte) error {
 	return json.Unmarshal(text, (*[]T)(l))
 }
 
-// dump returns what discovery.kubernetes knows. found gets the addresses of each Service of the
-// cluster, if there is only one.
+// dump returns the endpoints that discovery.kubernetes has found. It adds the addresses of each
+// Service to found if there is only one cluster, which then has no ID.
 func (r *reader) dump(get func(path string, into any) error, found map[string][]netip.Addr) ([]poll.Host, error) {
 	var is struct {
 		Endpoints list[struct {

@@ -15,22 +15,24 @@ import (
 )
 
 const (
-	// fresh is how old the report of a process may be, and how long a call waits for one.
+	// fresh is the maximum age of a process's report, and how long a call waits for a newer one.
 	fresh = 500 * time.Millisecond
-	// pause is between two looks.
+	// pause is the time between two readings of such a wait.
 	pause = 10 * time.Millisecond
-	// probes bounds the connections for one reading of all workers: 14 have reached four of them.
+	// probes bounds the connections for one reading of all workers. In a test, 14 connections were
+	// enough to reach four workers.
 	probes = 200
 )
 
-// report is what gateways/apisix/lameduck.lua and gateways/apisix/probe.lua answer.
+// report is the answer of gateways/apisix/lameduck.lua and gateways/apisix/probe.lua.
 type report struct {
 	Now       float64
 	Answered  int
 	Master    string
 	Started   string
 	Processes map[string]*process
-	// Picks counts the requests that run, by process, upstream and version. nil: not counted.
+	// Picks counts the running requests. Each key is a process, an upstream and a version,
+	// separated by spaces. nil: requests are not counted.
 	Picks map[string]int
 	Lost  bool
 }
@@ -38,7 +40,7 @@ type report struct {
 // process is a child of the master.
 type process struct {
 	Title, Started string
-	// Report is nil if the process has none: it has just begun, or shuts down.
+	// Report is nil if the process has not reported: it has just started, or it is shutting down.
 	Report *struct {
 		At        float64
 		Counting  bool
@@ -46,19 +48,20 @@ type process struct {
 			Version int64
 			Nodes   map[string]int
 		}
-		// The rest is of the rule {"observed": true}. Nodes is what the process sends to: 0, or the
-		// number of the first report without the address.
+		// The fields below are set by the rule {"observed": true}. Nodes has each address that the
+		// process sends to, with 0, and each former one, with the number of the first report
+		// without it.
 		Nodes     map[string]int64
 		Unlisted  string
 		Discovers bool
 	}
 }
 
-// old reports whether the process only finishes what it has, by what it routed by last. A request
-// of which half the head had arrived is among that.
+// old reports whether the process is shutting down: it only finishes its requests, by the last
+// configuration that it had. That includes a request of which half the head had arrived.
 func (p *process) old() bool { return strings.HasSuffix(p.Title, "is shutting down") }
 
-// of returns what the process routes an upstream by. Version 0: not known.
+// of returns the version and the nodes by which the process routes an upstream. Version 0: unknown.
 func (p *process) of(pool health.Pool) (version int64, nodes map[string]int) {
 	if p.Report == nil {
 		return 0, nil
@@ -67,7 +70,8 @@ func (p *process) of(pool health.Pool) (version int64, nodes map[string]int) {
 	return u.Version, u.Nodes
 }
 
-// missing says why this is not yet the report of every process that takes new requests.
+// missing returns why r is not complete, for example because a process that accepts new requests
+// has not reported in time. Nil: r is complete.
 func (r *report) missing() error {
 	if r.Lost {
 		return errors.New("the shared dictionary lameduck was full: requests are not counted")
@@ -101,7 +105,7 @@ func (r *report) generation() string {
 	return strings.Join(all, " ")
 }
 
-// active counts the requests that took their picker from the pool before a version.
+// active counts the requests of a pool that began with a version earlier than before.
 func (r *report) active(pool health.Pool, before int64) (n int) {
 	for key, count := range r.Picks {
 		words := strings.Fields(key)
@@ -115,7 +119,8 @@ func (r *report) active(pool health.Pool, before int64) (n int) {
 	return n
 }
 
-// report reads every process, and waits a little for one that has just begun or was busy.
+// report reads the reports of all processes. It waits up to 500 ms for a process that has just
+// started or is busy.
 func (g *Gateway) report(ctx context.Context) (*report, error) {
 	for deadline := time.Now().Add(fresh); ; {
 		r, err := g.read(ctx)

@@ -11,10 +11,11 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// use is where something but an upstream of the agent may send.
+// use is a destination of an object other than the agent's upstreams: a node, a discovered service,
+// or an upstream.
 type use struct{ where, node, service, upstream string }
 
-// list reads every object of the Admin API that may have nodes of its own, once a second.
+// list reads every object of the Admin API that may have nodes of its own, at most once a second.
 func (g *Gateway) list(ctx context.Context) error {
 	if time.Since(g.listed) < time.Second {
 		return nil
@@ -69,7 +70,8 @@ func walk(uses []use, where string, value any) []use {
 	return uses
 }
 
-// uncovered says what may send to a target that its upstream does not list.
+// uncovered returns an error that names what may still send to a target that its upstream does not
+// list. Nil: nothing may.
 func (g *Gateway) uncovered(k health.Key, u *upstream) error {
 	for _, use := range g.uses {
 		switch {

@@ -10,17 +10,17 @@
 //   - override_host_status may name its status: a session is kept by a cookie or header.
 //   - lb_subset_config makes a panic of each subset, which /clusters does not show.
 //
-// Health checks and outlier detection never make a host Removed, because it may recover. Neither
-// are hosts with pending_dynamic_removal, to which Envoy sends while they pass their checks. Of
-// several priorities, each is judged on its own.
+// A failed health check or an outlier detection never makes a host Removed, because the host may
+// recover. A host with pending_dynamic_removal is not Removed either: Envoy sends to it while it
+// passes its checks. Each priority is judged separately.
 //
-// While a host is listed it is Idle if no request runs on it or waits for a connection to it
-// (rq_active, rq_pending_active), and there are no more connections than it has (cx_active), but
-// for one of each health check: what runs on the others began before the host or its cluster was
-// removed and came back, and is counted nowhere. Of a host that is no longer listed, and where an
-// older Envoy does not count requests that wait, no connection may be open: Envoy closes those of a
-// removed host when their last request has ended. A stream of gRPC is a request, and an idle
-// connection with HTTP/2 is none.
+// A host that is still listed is Idle under two conditions. No request runs on it or waits for a
+// connection to it (rq_active, rq_pending_active). And no more connections to it are open than
+// cx_active plus one for each health check. A request on an additional connection began before the
+// host or its cluster was removed and added again, and no counter includes it. A host that is no
+// longer listed is Idle only when no connection to it is open: Envoy closes the connections of a
+// removed host when their last request has ended. The same holds if an older Envoy does not count
+// waiting requests. A gRPC stream is a request. An idle HTTP/2 connection is not.
 //
 // Not seen: hosts behind internal listeners, ORIGINAL_DST clusters, upstreams over UDP (HTTP/3),
 // and the runtime key upstream.healthy_panic_threshold.
@@ -47,7 +47,7 @@ const settle = 500 * time.Millisecond
 // defaultPanic is Envoy's healthy_panic_threshold, in percent.
 const defaultPanic = 50
 
-// Config makes the agent that of one Envoy, in whose pod it runs.
+// Config configures the agent of one Envoy. The agent runs in Envoy's pod.
 type Config struct{ poll.Config }
 
 // Name implements gateway.Kind.
@@ -61,14 +61,14 @@ func (c *Config) Observe(log *slog.Logger) gateway.Observed {
 	return c.Poll((&reader{}).read, settle, log)
 }
 
-// reader keeps how clusters balance for a part of the settle time: what makes a host Removed is
-// read again within it.
+// reader caches the balancing settings of clusters for a quarter of the settle time, so they are
+// read again before a host becomes Removed.
 type reader struct {
 	configured map[string]balancing
 	at         time.Time
 }
 
-// serverInfo is of envoy.admin.v3.ServerInfo.
+// serverInfo has fields of envoy.admin.v3.ServerInfo.
 type serverInfo struct {
 	State   string `json:"state"`
 	Uptime  string `json:"uptime_current_epoch"`
@@ -78,7 +78,7 @@ type serverInfo struct {
 	} `json:"command_line_options"`
 }
 
-// clusters is of envoy.admin.v3.Clusters.
+// clusters has fields of envoy.admin.v3.Clusters.
 type clusters struct {
 	Statuses []struct {
 		Name  string `json:"name"`
@@ -107,17 +107,17 @@ type host struct {
 	Priority int `json:"priority"`
 }
 
-// out reports whether the control plane has declared that nothing is to be sent to the host.
+// out reports whether the control plane has declared that Envoy must not send to the host.
 func (h host) out() bool {
 	return slices.Contains([]string{"DRAINING", "UNHEALTHY", "TIMEOUT"}, h.Health.EDS) && !h.Health.PendingRemoval
 }
 
-// usable reports whether it counts as healthy or degraded, see out.
+// usable reports whether Envoy counts the host as healthy or degraded.
 func (h host) usable() bool {
 	return !h.out() && !h.Health.FailedCheck && !h.Health.FailedOutlier && !h.Health.PendingCheck
 }
 
-// balancing is of envoy.config.cluster.v3.Cluster.
+// balancing has fields of envoy.config.cluster.v3.Cluster.
 type balancing struct {
 	Name   string `json:"name"`
 	Common struct {
@@ -212,8 +212,8 @@ func readBalancing(get func(path string, into any) error) (map[string]balancing,
 	return all, nil
 }
 
-// state returns what a cluster does with a host that is out. It is of a cluster whose configuration
-// is not known if b has no name.
+// state returns what a cluster does with h, a host that is out. If b has no name, the cluster's
+// configuration is unknown.
 func (b balancing) state(h host, all []host) health.State {
 	usable, total, others := 0, 0, false
 	for _, o := range all {

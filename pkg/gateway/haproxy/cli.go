@@ -13,27 +13,30 @@ import (
 )
 
 const (
-	// maxCommand is well below the least that HAProxy's buffer takes by default (tune.bufsize 16384
-	// minus tune.maxrewrite). HAProxy does not refuse a longer line: it prints its help instead.
+	// maxCommand bounds a command, in bytes. It is well below the default capacity of HAProxy's
+	// buffer (tune.bufsize 16384 minus tune.maxrewrite). HAProxy does not refuse a longer line: it
+	// prints its help instead.
 	maxCommand = 8192
-	// maxAnswer bounds what is read of one answer.
+	// maxAnswer bounds one answer, in bytes. A longer one is an error.
 	maxAnswer = 64 << 20
 )
 
-// cli speaks to the master socket: one connection for each command. The master passes one command
-// to the worker and closes that session; framing is by end of file, after our side was half-closed.
-// Prompt mode saves a third of the 0.1 ms, but its only frame is a prompt that a server's
-// description may contain.
+// cli sends commands to the master socket, each on a new connection. The master passes one command
+// to the worker and then closes the session. The end of file delimits the answer, after cli has
+// half-closed the connection. Prompt mode would save a third of the 0.1 ms, but it delimits answers
+// only by a prompt, which a server's description may contain too.
 type cli struct {
 	path    string
 	timeout time.Duration
 }
 
-// do sends one command to the worker with that pid, or to the master (0), and returns the answer as
-// it came. The error is nil only if a whole answer came, which may still be a refusal.
+// do sends one command to the worker with process ID pid, or to the master if pid is 0, and returns
+// the unchanged answer. The error is nil only if the answer is complete. The answer may still be a
+// refusal.
 func (c *cli) do(ctx context.Context, pid int, command string) (string, error) {
 	fail := func(k kind, text string, err error) (string, error) {
-		// The connection's deadline is the context's, and may be noticed a little earlier.
+		// The connection has the context's deadline. Its timeout may come slightly before the
+		// context's.
 		if ctxErr := ctx.Err(); ctxErr != nil {
 			k, err = kindTimeout, ctxErr
 		} else if k == kindTimeout {
@@ -91,8 +94,8 @@ func (c *cli) do(ctx context.Context, pid int, command string) (string, error) {
 	return answer, nil
 }
 
-// change sends a command that changes something. want is HAProxy's answer to it, without white
-// space around; anything else is an error.
+// change sends a command that modifies HAProxy. want is the answer on success, without surrounding
+// white space. Any other answer is an error, but warnings may precede want.
 func (c *cli) change(ctx context.Context, pid int, command, want string) error {
 	answer, err := c.do(ctx, pid, command)
 	if err != nil {
@@ -109,8 +112,8 @@ func (c *cli) change(ctx context.Context, pid int, command, want string) error {
 	return &failure{Command: command, Process: pid, Kind: classify(answer), Text: shorten(answer)}
 }
 
-// table sends a command whose answer is a listing, checks that it is whole (it ends with an empty
-// line) and begins as it must, and returns it without the empty line.
+// table sends a command whose answer is a listing, and returns the listing without the empty line
+// at its end. It fails if the answer does not begin with begin, or lacks the empty line.
 func (c *cli) table(ctx context.Context, pid int, command, begin string) (string, error) {
 	answer, err := c.do(ctx, pid, command)
 	if err != nil {

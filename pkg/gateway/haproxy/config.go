@@ -14,13 +14,13 @@ import (
 const (
 	// commandTimeout bounds one command.
 	commandTimeout = 2 * time.Second
-	// maxSocketPath is the room for a path in a unix socket's address on Linux.
+	// maxSocketPath is the maximum length of a unix socket's path on Linux, in bytes.
 	maxSocketPath = 107
 	// maxOptionWords keeps "add server" below the 64 words that HAProxy reads of one command.
 	maxOptionWords = 48
 )
 
-// Config says where HAProxy is and which of its backends are pools.
+// Config locates one HAProxy and lists the backends that the agent writes.
 type Config struct {
 	// MasterSocket is the path of HAProxy's master socket: haproxy -W -S PATH. Its level must be
 	// admin, which is the default.
@@ -29,11 +29,12 @@ type Config struct {
 	// loads by an additional -f. It is written at the agent's start if it does not exist, so the
 	// agent must start before HAProxy.
 	ServersFile string `json:"serversFile"`
-	// Backends are those that the agent writes, at least one.
+	// Backends are the backends that the agent writes. At least one is required.
 	Backends []Backend `json:"backends"`
 }
 
-// Backend is one backend, which is a pool of the same name, and the Service port that feeds it.
+// Backend is one backend of HAProxy and the Service port that feeds it. It is a pool of the same
+// name.
 type Backend struct {
 	// Backend is the name of HAProxy's backend section.
 	Backend string `json:"backend"`
@@ -41,9 +42,9 @@ type Backend struct {
 	Service string `json:"service"`
 	// Port is the name of the Service's port. Empty: the only one.
 	Port string `json:"port,omitempty"`
-	// Defaults names the defaults section that the section is made from. Empty: the last one
-	// above it. Give it one of its own: HAProxy warns about a named section that is used both by
-	// name and as the last one.
+	// Defaults names the defaults section that the section is made from. Empty: the last one above
+	// it. Name a separate section: HAProxy warns about a section that is used both by name and as
+	// the last one.
 	Defaults string `json:"defaults,omitempty"`
 	// Lines are more lines of the section: balance, options, timeouts. They are written as they
 	// are.
@@ -51,8 +52,9 @@ type Backend struct {
 	// ServerOptions are words for every server of the backend, such as "maxconn 50". HAProxy
 	// takes fewer words for servers added at run time than in the configuration.
 	ServerOptions string `json:"serverOptions,omitempty"`
-	// HealthCheck is how the agent probes the targets (docs/health.md); the Service's annotation
-	// lameduck.io/health-check wins over it. Absent: they are not probed.
+	// HealthCheck is how the agent probes the targets (docs/health.md). The Service's annotation
+	// lameduck.io/health-check takes precedence over it. If both are absent, the targets are not
+	// probed.
 	HealthCheck json.RawMessage `json:"healthCheck,omitempty"`
 }
 
@@ -60,15 +62,15 @@ func (b Backend) pool() health.Pool { return health.Pool(b.Backend) }
 
 func keyOf(i int) string { return fmt.Sprintf("backends[%d]", i) }
 
-// sectionWords begin a section in HAProxy's configuration, or reach from the backend section into
-// what it is.
+// sectionWords are the first words of sections in HAProxy's configuration. A line that begins with
+// one would end the backend's section.
 var sectionWords = []string{
 	"backend", "cache", "crt-store", "defaults", "dynamic-update", "fcgi-app", "frontend", "global", "http-errors",
 	"listen", "log-forward",
 	"mailers", "peers", "program", "resolvers", "ring", "traces", "userlist", "acme", "healthcheck", "log-profile",
 }
 
-// lineWords may not begin a line of a section, each with the reason.
+// lineWords are the words that no line of a section may begin with, each with the reason.
 var lineWords = map[string]string{
 	"server":                      "the agent writes the servers",
 	"server-template":             "the agent writes the servers",
@@ -79,7 +81,7 @@ var lineWords = map[string]string{
 	"disabled":                    "a disabled backend serves nothing",
 }
 
-// optionWords may not be in ServerOptions, each with the reason.
+// optionWords are the words that ServerOptions may not contain, each with the reason.
 var optionWords = map[string]string{
 	"agent-check":    "an agent's answer can put a server in maintenance back into service",
 	"disabled":       "the agent decides",

@@ -3,57 +3,60 @@
 //
 // # Model
 //
-// A HAProxy is a master, one worker that takes new connections, and after reloads old workers that
-// finish what they have. Only the master socket reaches all of them: "show proc" lists them,
-// "@!<pid> <command>" is passed on. A [Backend] of the configuration is a pool: the agent writes
-// its section, and makes and deletes its servers, one for each pod UID and address, whose names say
-// which (ld-<uid>-<ip>-<port>), so that nothing needs to be remembered.
+// A running HAProxy consists of a master, one worker that accepts new connections, and, after
+// reloads, old workers that finish their connections. Only the master socket reaches all of them:
+// "show proc" lists the processes, and the master passes "@!<pid> <command>" on to one of them.
+// Each [Backend] of the configuration is a pool. The agent writes the backend's section, and adds
+// and deletes its servers, one for each pod UID and address. The name of a server contains both
+// (ld-<uid>-<ip>-<port>), so the agent needs no record of its own.
 //
-// Removed means the administrative state "maint" that was asked for. "drain" still serves clients
-// with a persistence cookie; a failed check, maintenance inherited from a tracked server and an
-// unresolved name end by themselves. All these count as Routed, and as Missing if the balancer
-// passes the server over.
+// A server is taken out only by forced maintenance, the administrative state that "set server ...
+// state maint" sets. A server in state "drain" still serves clients with a persistence cookie. A
+// failed check, maintenance inherited from a tracked server, and an unresolved name can end without
+// the agent. In all these states the server counts as Routed. In a worker that accepts new
+// connections, all but a failed check also count as Missing.
 //
 // # What is proved, and how
 //
 // An observation reads the list of processes, then in each process the servers' states, then the
 // counts, then the list again. If the list changed, all of it is read again; if one process does
-// not answer, there is no observation. Since the states come before the counts, what was given to a
-// server before it was taken out is counted. Active is scur + qcur of "show stat": requests
-// connecting, connected and waiting in the server's own queue. HAProxy leaves out of both a request
-// that failed to connect and waits, up to a second, to try *the same server again, maintenance or
-// not* (back_handle_st_cer in its src/backend.c), and one that has just left the queue. So the
-// first count of zero of a target that was taken out is believed only if "show sess" has no stream
-// for its servers either. No stream begins for them after that, while the target stays taken out
-// and the list of processes is the same, so that later readings need the counts only. The history
-// of a server (wretr, qmax) does not tell whether "show sess" is needed: "clear counters all"
-// resets it. Active of a target that is routed is the counts alone.
+// not answer, there is no observation. Because the states are read before the counts, the counts
+// include every request that was assigned to a server before the server was taken out. Active is
+// scur + qcur of "show stat": requests connecting, connected and waiting in the server's own queue.
+// Neither counter includes a request that failed to connect and waits, for up to a second, before
+// it tries *the same server again, even in maintenance* (back_handle_st_cer in HAProxy's
+// src/backend.c). Neither includes one that has just left the queue. So the first count of zero
+// after a target was taken out is accepted only if "show sess" lists no stream for its servers
+// either. While the target stays taken out and the list of processes stays the same, no new stream
+// can begin, so later readings need only the counts. A server's cumulative counters (wretr, qmax)
+// cannot replace "show sess": "clear counters all" resets them. For a routed target, Active is the
+// counts alone.
 //
-// The generation is made of the master's pid and number of reloads, all workers' pids and start
-// times, and the time the socket was made: in a container a restarted HAProxy usually has the pids
-// it had.
+// The generation consists of the master's pid and number of reloads, the pids and start times of
+// all workers, and the modification time of the socket. Pids alone are not enough: in a container a
+// restarted HAProxy usually gets the same ones.
 //
 // # Reloads
 //
-// A reload forgets every change made by the socket. So the whole sections live in
-// Config.ServersFile, which HAProxy loads by an additional -f, and which lists exactly the servers
-// that are wanted. A batch writes it once, by rename, before the first command. A reload that began
-// to parse before that has its new worker in the list that is read after it, since the master
-// answers nothing while it parses; Apply continues until the list has no process that did not get
-// the change. A reload that begins later parses the new file. If the file cannot be written, no
-// removal that it contradicts is carried out. A server that HAProxy refuses at run time is taken
-// out of the file again, for it would make the next start fail.
+// A reload discards every change that was made through the socket. Therefore the agent writes the
+// complete sections to Config.ServersFile, which HAProxy loads by an additional -f. The file lists
+// exactly the wanted servers. Each batch of operations replaces it once, by rename, before the
+// first command. If a reload began to parse the old file, its new worker is in the list of
+// processes that Apply reads afterwards, because the master does not answer while it parses. Apply
+// continues until every process in the list has received the change. A reload that begins later
+// parses the new file. If the file cannot be written, Apply removes no server that the file still
+// lists. A server that HAProxy refuses at run time is deleted from the file again, because it would
+// make HAProxy's next start fail.
 //
-// Old workers are the hard part. Once a worker has stopped its proxies, HAProxy answers "Proxy is
-// disabled." to every change of a server's state there, by whatever command, so that a target that
-// was routed when the reload came cannot be taken out of the old worker. What was taken out before
-// the reload stays out. Listeners are closed, but a client connection that has sent half a request,
-// or none yet, is still served, and balanced as before. Therefore a target that is not in
-// maintenance in an old worker counts as Routed as long as the worker could be brought another
-// request: until all its client connections are closed (CurrConns of "show info") or are connected
-// through, in TCP mode or after a 101, so that they can bring none. Apply fails meanwhile
-// (kindStopping). Slow responses hold up removals in that way, WebSockets do not. The global
-// setting hard-stop-after bounds it.
+// Once an old worker has stopped its proxies, it answers "Proxy is disabled." to every command that
+// changes a server's state. A target that was routed at the reload can therefore not be taken out
+// of that worker. A target that was taken out before the reload stays out. The worker's listeners
+// are closed, but it still serves and balances requests of its open client connections, including
+// those that have sent half a request or none yet. Therefore a target that is not in maintenance in
+// an old worker counts as Routed while that worker can still receive a request. That ends when each
+// of its client connections (CurrConns of "show info") is closed or is a tunnel, in TCP mode or
+// after a 101. Until then Apply fails with kindStopping. So slow responses delay removals, and
+// WebSockets do not. The global setting hard-stop-after limits the delay.
 //
 // # Known holes
 //
@@ -75,27 +78,27 @@
 //
 // # Deleting
 //
-// "del server" is refused while the server has requests or idle pooled connections. Maintenance
-// closes those that are idle at that moment. One that becomes idle after it, because its request
-// ended later, is closed by HAProxy after about three pool-purge-delays (5 s each unless
-// ServerOptions says otherwise), or when the pod ends. Nothing waits for that: the server stays in
-// maintenance and the op comes again. HAProxy before 2.6.16, 2.8.4 and 2.9 dies of "del server" if
-// a stream is bound to the server that is in no counter any more (its issues 2323 and 2378), so a
-// server is deleted only by an op that finds it in maintenance already, and only when the list of
-// streams does not name it. In an old worker that was never told, it stays until the worker ends.
+// HAProxy refuses "del server" while the server has requests or idle pooled connections.
+// Maintenance closes the connections that are idle at that moment. A connection that becomes idle
+// later is closed after about three pool-purge-delays (5 s each unless ServerOptions sets another),
+// or when the pod ends. Nothing waits for that: the server stays in maintenance, and the caller
+// repeats the op. HAProxy before 2.6.16, 2.8.4 and 2.9 crashes on "del server" if a stream that no
+// counter includes is still bound to the server (HAProxy issues 2323 and 2378). So an op deletes a
+// server only if the server was already in maintenance and the list of streams does not name it. In
+// an old worker that did not get the command, the server stays until the worker ends.
 //
 // # Versions
 //
 // Tested with 2.6.12 only. Servers at run time exist since 2.4, before 2.6 in experimental mode
-// (kindTooOld). Columns are found by their names, so that later versions may work; before one is
-// used, run this package's tests on it, above all TestRealAnswers and TestReloadsAtAnyMoment: what
-// is said of reloads rests on a master that answers nothing while it parses. Every answer is plain
-// text, refusals too, and "set severity-output number" has no effect through the master, for each
-// command is a session of its own in the worker. So answers are compared with what success looks
-// like, and whatever is not that is an error with a kind; text that is not known is kindUnknown and
-// never success.
+// (kindTooOld). Columns are found by name, so later versions may work. Before you use one, run this
+// package's tests on it, above all TestRealAnswers and TestReloadsAtAnyMoment: the handling of
+// reloads relies on a master that does not answer while it parses. Every answer, including a
+// refusal, is plain text. "set severity-output number" has no effect through the master, because
+// each command is a new session in the worker. So each answer is compared with the expected text of
+// success. Any other answer is an error with a kind, kindUnknown for an unrecognized text.
 //
-// Every command is a connection of its own, about 0.1 ms, with a deadline. A connection is
-// half-closed after the command, or the master would wait for another; the answer ends with the
-// connection. An answer that may have been lost is an error, and every op can be repeated.
+// Each command uses a new connection with a deadline, and takes about 0.1 ms. The agent half-closes
+// the connection after the command; otherwise the master would wait for another one. The end of the
+// connection ends the answer. If part of an answer may have been lost, the command returns an
+// error. Every op can be repeated.
 package haproxy

@@ -6,8 +6,8 @@ import (
 	"strings"
 )
 
-// A kind is what kind of refusal or failure an error is, so that errors.Is(err, kindNoServer) asks
-// for it, and how that is printed: what it means, and the way out.
+// A kind classifies a refusal or a failure: errors.Is(err, kindNoServer) reports whether err is of
+// that kind. Its text gives the meaning, and the remedy in parentheses.
 type kind string
 
 const (
@@ -46,16 +46,16 @@ func (k kind) Error() string { return "haproxy: " + string(k) }
 
 // failure is one thing that HAProxy refused, or that failed on the way to it.
 type failure struct {
-	// Command is what was asked, without the prefix that names the process; for kinds without a
-	// command it is the object.
+	// Command is the command that was sent, without the prefix that names the process. For kinds
+	// without a command it is the object.
 	Command string
 	// Process is the worker's pid, 0 for the master or none.
 	Process int
-	// Kind is what to decide on.
+	// Kind is the class of the error, by which callers decide.
 	Kind kind
 	// Text is HAProxy's answer, shortened, or what was found instead.
 	Text string
-	// Err is the cause below, if any: a system error, a context's error.
+	// Err is the wrapped error, such as a system error or the context's. Nil: there is none.
 	Err error
 }
 
@@ -85,11 +85,11 @@ func (e *failure) Is(target error) bool {
 	return ok && k == e.Kind
 }
 
-// Unwrap returns the cause below.
+// Unwrap returns the wrapped error.
 func (e *failure) Unwrap() error { return e.Err }
 
-// lost says that the answer did not come whole: the command may or may not have been carried out,
-// and asking the same process again at once is of no use.
+// lost reports whether the answer was not received completely. The command may or may not have been
+// carried out, and an immediate retry on the same process would not help.
 func lost(err error) bool {
 	for _, k := range []kind{kindGone, kindNoSocket, kindNotListening, kindTimeout, kindTruncated, kindIO} {
 		if errors.Is(err, k) {
@@ -99,12 +99,12 @@ func lost(err error) bool {
 	return false
 }
 
-// gone says that the process ended before or while it answered: the list of processes will say so
-// soon.
+// gone reports whether the process ended before or while it answered. The list of processes will
+// soon omit it.
 func gone(err error) bool { return errors.Is(err, kindGone) || errors.Is(err, kindTruncated) }
 
-// refusals are HAProxy's answers that are not success, by what they begin with. The table test
-// holds the whole texts, as HAProxy 2.6 wrote them.
+// refusals are the beginnings of HAProxy's refusals, each with its kind. The table test has the
+// complete texts, as HAProxy 2.6 wrote them.
 var refusals = []struct {
 	prefix string
 	kind   kind
@@ -156,9 +156,9 @@ func classify(answer string) kind {
 	return kindUnknown
 }
 
-// stripSeverity drops the "[3]:" that a socket with severity-output puts before each message.
-// Through the master socket the setting cannot be made: every command is a new session in the
-// worker. But a stats line of the configuration may have it on.
+// stripSeverity drops the "[3]:" that a socket with severity-output puts before each message. The
+// setting cannot be made through the master socket, because every command is a new session in the
+// worker. But a stats line of the configuration may enable it.
 func stripSeverity(s string) string {
 	if !strings.HasPrefix(s, "[") {
 		return s

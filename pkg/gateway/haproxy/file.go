@@ -16,7 +16,7 @@ const fileHead = `# The backends that the Lameduck agent directs. Load it with a
 # Written by the agent and overwritten at every change: edits are lost.
 `
 
-// wanted is what the servers file lists: for each backend the names of its servers.
+// wanted is the content of the servers file: the names of the servers of each backend.
 type wanted map[string]map[string]bool
 
 func (w wanted) clone() wanted {
@@ -27,8 +27,8 @@ func (w wanted) clone() wanted {
 	return c
 }
 
-// render writes the file: one section for each backend, in the order of the configuration, servers
-// sorted by name, so that the same content is the same bytes.
+// render returns the servers file: one section for each backend, in the order of the configuration,
+// with the servers sorted by name. Equal arguments give equal bytes.
 func render(backends []Backend, w wanted) []byte {
 	var b bytes.Buffer
 	b.WriteString(fileHead)
@@ -37,8 +37,8 @@ func render(backends []Backend, w wanted) []byte {
 		if be.Defaults != "" {
 			b.WriteString(" from " + be.Defaults)
 		}
-		// "option persist", which defaults may have set, sends to servers in maintenance. A state
-		// file would bring back states of another time.
+		// "option persist", which a defaults section may set, would send requests to servers in
+		// maintenance. A state file would restore old states.
 		b.WriteString("\n    no option persist\n    load-server-state-from-file none\n")
 		for _, l := range be.Lines {
 			b.WriteString("    " + strings.TrimSpace(l) + "\n")
@@ -54,13 +54,13 @@ func render(backends []Backend, w wanted) []byte {
 	return b.Bytes()
 }
 
-// poolWords are given to every server unless ServerOptions has them. They are HAProxy's defaults,
-// which 2.6 forgets for servers added at run time: these would keep no idle connection, and open
-// one for each request, until the next reload.
+// poolWords are added to every server unless ServerOptions contains them. They are HAProxy's
+// defaults, which 2.6 does not apply to servers added at run time. Without them, such a server
+// would keep no idle connection and open one for each request, until the next reload.
 var poolWords = [][2]string{{"pool-max-conn", "-1"}, {"pool-purge-delay", "5s"}}
 
-// serverWords is what follows the address of each server of the backend, in the file and in "add
-// server".
+// serverWords returns the words that follow the address of each server of the backend, in the file
+// and in "add server".
 func serverWords(b *Backend) string {
 	words := strings.Fields(b.ServerOptions)
 	for _, w := range poolWords {
@@ -71,9 +71,10 @@ func serverWords(b *Backend) string {
 	return strings.Join(words, " ")
 }
 
-// parseFile reads back what render wrote: the servers of each backend section. Options and other
-// lines are not looked at, for the configuration may have changed since. A server line that is not
-// the agent's is an error: the file is not the agent's then, and must not be overwritten.
+// parseFile parses a file that render wrote, and returns the servers of each backend section. It
+// ignores options and other lines, because the configuration may have changed since. A server line
+// that render cannot have written is an error: the file is not the agent's, and must not be
+// overwritten.
 func parseFile(data []byte) (wanted, error) {
 	w := wanted{}
 	section := ""
@@ -129,11 +130,11 @@ func readFile(path string) (wanted, error) {
 	return w, nil
 }
 
-// writeFile replaces the file if its content differs. A reader sees the old or the new content,
-// never a part: the new one is written beside it and renamed. It is not synced to disk: what a
-// crash of the machine could lose describes servers that died with it, and the agent routes afresh.
-// The temporary name begins with a dot, so that HAProxy does not load it where -f names a
-// directory.
+// writeFile replaces the file if its content differs. A reader sees either the old or the complete
+// new content, because the new file is written beside the old one and renamed. It is not synced to
+// disk: a crash of the machine also ends the servers that the file describes, and the agent then
+// routes again. The temporary name begins with a dot, so that HAProxy does not load it where -f
+// names a directory.
 func writeFile(path string, data []byte) error {
 	if old, err := os.ReadFile(path); err == nil && bytes.Equal(old, data) {
 		return nil

@@ -14,11 +14,11 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// maxRounds bounds how often Apply and Observe begin again because workers came or went meanwhile.
-// A worker that has just ended stays in the list until the master has reaped it.
+// maxRounds bounds the attempts of Apply and Observe, which begin again when workers start or end
+// during an attempt. A worker that has just ended stays in the list until the master has reaped it.
 const maxRounds = 8
 
-// pause waits before a further round: 2 ms, doubled each time, half a second in all. It reports
+// pause waits before each round but the first: 2 ms, doubled each time, 254 ms in all. It reports
 // false if the context ended.
 func pause(ctx context.Context, round int) bool {
 	if round == 0 {
@@ -42,16 +42,16 @@ type Gateway struct {
 	backends []Backend
 	byPool   map[health.Pool]*Backend
 	wanted   wanted // what the servers file lists
-	// unused holds the targets that the last reading found taken out and without a stream in any
-	// process, with the list of processes of that reading: while they stay taken out there, no
-	// stream can begin for them.
+	// unused has the targets that the last reading found taken out and without a stream in any
+	// process. The value is the list of processes of that reading. While a target stays taken out
+	// in these processes, no stream can begin for it.
 	unused map[health.Key]string
 }
 
 // New checks the configuration, and reads the servers file, or writes one without servers if there
 // is none. Servers that an existing file lists are kept: they are Owned, and nothing but an op
-// removes them. If the sections of the file differ from the configuration they are written again;
-// HAProxy takes that up with its next reload. New does not talk to HAProxy.
+// removes them. If the sections of the file differ from the configuration, they are written again,
+// and HAProxy loads them with its next reload. New does not connect to HAProxy.
 func New(c Config) (*Gateway, error) {
 	if err := errors.Join(c.Check()...); err != nil {
 		return nil, fmt.Errorf("haproxy config: %w", err)
@@ -95,8 +95,8 @@ func read[T any](
 	return is, nil
 }
 
-// list asks the master for its processes. The name of the generation also holds the socket's
-// identity: in a container a restarted master and worker usually have the pids they had.
+// list returns the master's processes and a name for them. The name includes the modification time
+// of the socket, because in a container a restarted master and worker usually get the same pids.
 func (g *Gateway) list(ctx context.Context) (processes, string, error) {
 	p, err := read(ctx, &g.cli, 0, "show proc", procBegin, parseProcesses)
 	if err != nil {
@@ -109,8 +109,8 @@ func (g *Gateway) list(ctx context.Context) (processes, string, error) {
 	return p, p.String() + " " + socket, nil
 }
 
-// steadily calls look with the list of processes, and its name, until the list is the same
-// afterwards and no process has ended meanwhile.
+// steadily calls look with the list of processes and its name. It repeats that, maxRounds times at
+// most, until the list is the same after the call and no process has ended during it.
 func (g *Gateway) steadily(ctx context.Context, look func(before processes, listed string) error) (err error) {
 	for round := range maxRounds {
 		if !pause(ctx, round) && err != nil {
@@ -134,7 +134,7 @@ func (g *Gateway) steadily(ctx context.Context, look func(before processes, list
 	return err
 }
 
-// current says whether there is a worker that takes new requests. Without one nothing can be said
+// current reports whether a worker accepts new requests. Without such a worker there is no evidence
 // about routing.
 func (p processes) current() bool {
 	return slices.ContainsFunc(p.Workers, func(w process) bool { return !w.Old })
@@ -147,8 +147,8 @@ func (g *Gateway) state(ctx context.Context, pid int, backend string) (*index, e
 	})
 }
 
-// stat reads the counters of a backend by its number: a frontend may have the same name, and "show
-// stat" would take that.
+// stat reads the counters of a backend by its number, because "show stat" with a name could select
+// a frontend of the same name.
 func (g *Gateway) stat(ctx context.Context, pid int, backend string, id int) (map[string]traffic, error) {
 	command := fmt.Sprintf("show stat %d 4 -1", id) // 4: servers, -1: all
 	return read(ctx, &g.cli, pid, command, statBegin, func(answer string) (map[string]traffic, error) {
@@ -166,15 +166,16 @@ func (g *Gateway) info(ctx context.Context, pid int) (info, error) {
 	})
 }
 
-// streams is never empty: at least the stream of this command is in the list.
+// streams counts the streams of a process by server. The result is never empty: the stream of this
+// command is in the list.
 func (g *Gateway) streams(ctx context.Context, pid int) (map[string]int, error) {
 	return read(ctx, &g.cli, pid, "show sess", sessBegin, parseStreams)
 }
 
-// deletable says whether "del server" may be sent: the server was in maintenance when x was read,
-// and no stream is bound to it in a list of streams that was read later. HAProxy itself does not
-// look for streams before 2.6.16, 2.8.4 and 2.9, and dies of it (its issues 2323 and 2378): a
-// stream that has its answer, and whose client does not, is in none of the counters.
+// deletable reports whether "del server" may be sent: the server was in maintenance when x was
+// read, and a list of streams that was read later has none of the server. HAProxy before 2.6.16,
+// 2.8.4 and 2.9 does not check the streams itself, and crashes (HAProxy issues 2323 and 2378). A
+// stream that has received its answer but not yet passed it to the client is in no counter.
 func (g *Gateway) deletable(ctx context.Context, pid int, b *Backend, x *index, name string) (bool, error) {
 	if !x.settled[name] {
 		return false, nil
@@ -193,8 +194,8 @@ type index struct {
 	// id is the backend's number in this process.
 	id     int
 	byName map[string]*server
-	// settled are those that were in maintenance when they were read. streams, nil until needed,
-	// was read later.
+	// settled has the servers that were in maintenance when they were read. streams is nil until it
+	// is needed, and is read later.
 	settled map[string]bool
 	streams map[string]int
 }
@@ -223,8 +224,8 @@ func (s *step) fail(pid int, err error) {
 	}
 }
 
-// resolve finds the backend and the server name of a key. With kindBadKey the backend is good: no
-// server can have been made for the key.
+// resolve returns the backend and the server name of a key. With kindBadKey the backend is valid,
+// but no server can exist for the key.
 func (g *Gateway) resolve(k health.Key) (*Backend, string, error) {
 	b := g.byPool[k.Pool]
 	if b == nil {
@@ -237,11 +238,11 @@ func (g *Gateway) resolve(k health.Key) (*Backend, string, error) {
 	return b, name, nil
 }
 
-// Apply implements gateway.Directed. It first writes the servers file, once, then changes each live
-// process, then asks whether there are new ones, and changes these. An old worker takes nothing new
-// from listeners, so that only removals are carried out there; HAProxy refuses even these once the
-// worker has stopped its proxies, which is an error (kindStopping) while a client is still
-// connected to that worker.
+// Apply implements gateway.Directed. It writes the servers file once, changes each live process,
+// lists the processes again, and changes the new ones. In an old worker, which accepts no new
+// connections, it carries out only removals. HAProxy refuses these too once the worker has stopped
+// its proxies. The refusal is an error (kindStopping) while a client connection of that worker can
+// still bring a request.
 func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 	g.unused = nil
 	steps := make([]*step, len(ops))
@@ -277,10 +278,10 @@ func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 	return errors.Join(errs...)
 }
 
-// persist writes the servers file as it will be after all steps, and returns the steps that may go
-// on. If the file cannot be written, servers are still added, since new pods must not wait for a
-// disk, but none that the file lists is removed: a reload would bring it back after its removal was
-// acknowledged.
+// persist writes the servers file as it will be after all steps, and returns the steps that may
+// continue. If the file cannot be written, servers are still added, because new pods must not wait
+// for a disk. But no server that the file lists is removed: a reload would restore it after its
+// removal was acknowledged.
 func (g *Gateway) persist(steps []*step) []*step {
 	next := g.wanted.clone()
 	var todo []*step
@@ -314,8 +315,8 @@ func (g *Gateway) persist(steps []*step) []*step {
 	return kept
 }
 
-// forget takes servers out of the file again that HAProxy refused by their definition: they would
-// make its next start fail.
+// forget deletes servers from the file again if HAProxy refused their definition, because they
+// would make its next start fail.
 func (g *Gateway) forget(steps []*step) {
 	next := g.wanted.clone()
 	for _, s := range steps {
@@ -333,8 +334,8 @@ func (g *Gateway) forget(steps []*step) {
 	}
 }
 
-// direct carries out the steps in every process, new ones included, until there is none left that
-// was not told.
+// direct carries out the steps in every process, until the list has no process that did not receive
+// them.
 func (g *Gateway) direct(ctx context.Context, steps []*step) error {
 	done := map[int]bool{}
 	retry := false // the last round left a process to be tried again
@@ -347,7 +348,7 @@ func (g *Gateway) direct(ctx context.Context, steps []*step) error {
 		if err != nil {
 			return err
 		}
-		// What failed in a process that has ended since does not matter.
+		// Errors of a process that has ended since do not matter.
 		live := map[int]bool{0: true}
 		for _, p := range procs.Workers {
 			live[p.PID] = true
@@ -382,10 +383,10 @@ func (g *Gateway) direct(ctx context.Context, steps []*step) error {
 	return &failure{Command: "show proc", Kind: kindChanging}
 }
 
-// tell carries out the steps in one process. It reports false if the process should be tried again
-// after the list was read again: it began to stop, or ended, in the middle.
+// tell carries out the steps in one process. It reports false if the process began to stop, or
+// ended, during the steps. The caller then lists the processes again and retries.
 func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
-	// Errors of an earlier try in this process are void.
+	// Discard the errors of an earlier attempt in this process.
 	for _, s := range steps {
 		delete(s.errs, p.PID)
 	}
@@ -414,12 +415,12 @@ func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 			again = true
 			s.fail(p.PID, err)
 		case errors.Is(err, kindStopping):
-			// If nothing new can come in, what the worker would do with it does not matter.
+			// If no new request can reach the worker, the state of its server does not matter.
 			if ok, sealErr := sealed(); !ok {
 				s.fail(p.PID, errors.Join(err, sealErr))
 			}
 		case lost(err):
-			// Every command after it would wait for its timeout.
+			// Every further command would wait for its timeout.
 			for _, s := range steps[i:] {
 				s.fail(p.PID, err)
 			}
@@ -431,7 +432,8 @@ func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 	return !again
 }
 
-// step brings one server of one process to what the op wants. Whether it is, Observe says.
+// step changes one server of one process as the op wants. [Gateway.Observe] shows whether that
+// succeeded.
 func (g *Gateway) step(ctx context.Context, p process, s *step, x *index) error {
 	if s.op.Want == health.WantRouted {
 		return g.route(ctx, p, s, x)
@@ -459,7 +461,7 @@ func (g *Gateway) route(ctx context.Context, p process, s *step, x *index) error
 		err := g.cli.change(ctx, p.PID,
 			"add server "+b.Backend+"/"+s.name+" "+s.op.Target.Addr.String()+" "+serverWords(b),
 			"New server registered.")
-		// It may exist by now: an earlier command whose answer was lost.
+		// The server may exist already, from an earlier command whose answer was lost.
 		if err != nil && !errors.Is(err, kindExists) {
 			return err
 		}
@@ -513,13 +515,12 @@ func (g *Gateway) remove(ctx context.Context, p process, s *step, x *index) erro
 	return err
 }
 
-// sealed says that no new request can come into the process: it has closed its listeners, and each
-// client connection that is left, if any, is connected through to a server and ends with that. A
-// connection that is idle, has sent half a request or waits for an answer may still bring a
-// request, and it would be routed as if nothing had happened.
+// sealed reports whether no new request can reach the process: it has closed its listeners, and
+// each remaining client connection is a tunnel to a server. A connection that is idle, has sent
+// half a request or waits for an answer may still bring a request, which would be routed as before.
 //
-// Clients are counted first: a process that is stopping gets no more of them, so that a tunnel
-// counted later was among them.
+// Clients are counted before tunnels. A stopping process accepts no more clients, so each tunnel
+// that is counted later was among them.
 func (g *Gateway) sealed(ctx context.Context, pid int) (bool, error) {
 	in, err := g.info(ctx, pid)
 	if err != nil || !in.Stopping || in.Clients == 0 {
@@ -568,8 +569,7 @@ func (g *Gateway) observe(ctx context.Context, keys []health.Key, before process
 			return o, err
 		}
 		if err != nil {
-			// No server can have been made for such a key. One key must not keep all others from
-			// being read.
+			// No server can exist for such a key. It must not prevent the reading of all others.
 			unnamed = append(unnamed, k)
 			continue
 		}
@@ -595,21 +595,21 @@ func (g *Gateway) observe(ctx context.Context, keys []health.Key, before process
 	return o, nil
 }
 
-// asked is a key with the name that its own server has.
+// asked is a key and the name of its server.
 type asked struct {
 	key  health.Key
 	name string
 }
 
-// observeProcess adds what one process does with the keys to o, and returns when the process was
-// started. If the process takes new requests and has not loaded a backend, the backend's pool is
+// observeProcess adds one process's reading of the keys to o, and returns the start time of the
+// process. If the process takes new requests and has not loaded a backend, the backend's pool is
 // unread.
 //
-// The order of the readings matters: first the servers' states and whether anything new can come in
-// at all, then the counts, then the streams. What was given to a server before it was taken out is
-// in the counts or the streams that are read after it, and later nothing is given to it. The
-// streams are listed only for a target that is taken out, has a count of zero and is not known to
-// be unused.
+// The order of the readings matters: first the servers' states and whether the process is sealed,
+// then the counts, then the streams. A request that was assigned to a server before the server was
+// taken out is in the counts or the streams that are read later. No request is assigned to the
+// server after that. The streams are listed only for a target that is taken out, has a count of
+// zero and is not known to be unused.
 func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*Backend][]asked,
 	unused map[health.Key]bool, o *health.Observation) (start string, err error) {
 	in, err := g.info(ctx, p.PID)
@@ -706,8 +706,8 @@ func (g *Gateway) states(ctx context.Context, p process, byBackend map[*Backend]
 }
 
 // Owned implements gateway.Directed: the servers that the file lists, and those with an agent's
-// name in any live process. It lists those of the file even if HAProxy cannot be reached, with the
-// error.
+// name in any live process. If HAProxy cannot be reached, it returns those of the file together
+// with the error.
 func (g *Gateway) Owned(ctx context.Context) ([]health.Key, error) {
 	keys := map[health.Key]bool{}
 	for _, b := range g.backends {

@@ -34,8 +34,9 @@ func (c *Config) StateDir() string { return filepath.Dir(c.ServersFile) }
 // HAProxy can start.
 func (c *Config) Direct() (gateway.Directed, error) { return New(*c) }
 
-// Stopped implements gateway.Directed. A HAProxy that is told to stop and no longer listens is not
-// enough: it still routes the requests of the connections that it has.
+// Stopped implements gateway.Directed. It reports whether the master socket does not exist or
+// refuses connections. A HAProxy that is stopping and has closed its listeners has not stopped: it
+// still routes the requests of its open connections.
 func (g *Gateway) Stopped(ctx context.Context) bool {
 	_, err := g.Observe(ctx, nil)
 	return errors.Is(err, kindNoSocket) || errors.Is(err, kindNotListening)

@@ -150,7 +150,7 @@ func parseState(s, backend string) ([]server, error) {
 		if err != nil {
 			return nil, err
 		}
-		// "-" before the name is resolved, a path for a unix socket.
+		// The address is "-" before the name is resolved, and a path for a unix socket.
 		if a, err := netip.ParseAddr(f[cols[3]]); err == nil {
 			srv.Addr = netip.AddrPortFrom(a, uint16(port))
 		}
@@ -159,7 +159,7 @@ func parseState(s, backend string) ([]server, error) {
 	return out, nil
 }
 
-// columns returns where the names stand in a head.
+// columns returns the index of each name in a header.
 func columns(head []string, names ...string) ([]int, error) {
 	cols := make([]int, len(names))
 	for i, name := range names {
@@ -170,7 +170,7 @@ func columns(head []string, names ...string) ([]int, error) {
 	return cols, nil
 }
 
-// traffic is what one line of "show stat" says of one server.
+// traffic is the load of one server, from its line of "show stat".
 type traffic struct {
 	Current int // scur: assigned and connecting, or connected
 	Queued  int // qcur: waiting for this server
@@ -221,7 +221,7 @@ func parseStat(s, backend string) (map[string]traffic, error) {
 	return out, nil
 }
 
-// info is what is used of "show info".
+// info has the fields of "show info" that are used here.
 type info struct {
 	PID      int
 	Start    string // Start_time_sec: tells two processes with one pid apart
@@ -267,7 +267,7 @@ func parseInfo(s string) (info, error) {
 	return in, nil
 }
 
-// unattributed is the key of parseStreams for streams whose server the list does not tell.
+// unattributed is the key of parseStreams for streams whose server "show sess" does not name.
 const unattributed = "?"
 
 // parseStreams counts the streams of "show sess" by server, as backend/server. HAProxy leaves out
@@ -301,9 +301,9 @@ func parseStreams(s string) (map[string]int, error) {
 	return out, nil
 }
 
-// parseTunnels counts in "show sess all" the client connections that can bring no further request,
-// whatever the client sends: those that are connected through, in TCP mode or after a 101, without
-// a multiplexer that could begin another.
+// parseTunnels counts the client connections in "show sess all" on which no further request can
+// arrive, whatever the client sends. These are tunnels, in TCP mode or after a 101, without a
+// multiplexer that could begin another stream.
 func parseTunnels(s string) (int, error) {
 	n := 0
 	var tcp, upgraded, through bool
@@ -328,8 +328,8 @@ func parseTunnels(s string) (int, error) {
 		}
 		switch name, _, _ := strings.Cut(f[0], "="); name {
 		case "frontend":
-			// The frontend of this very command, GLOBAL, is not among the clients that "show info"
-			// counts.
+			// GLOBAL is the frontend of this command. "show info" does not count it among the
+			// clients.
 			tcp = strings.Contains(line, " mode=tcp)") && f[0] != "frontend=GLOBAL"
 		case "txn":
 			upgraded = slices.Contains(f, "status=101") && slices.Contains(f, "rsp.st=MSG_TUNNEL")

@@ -17,25 +17,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// queryEffective asks for the programs of a cgroup and of those above it (BPF_F_QUERY_EFFECTIVE).
+// queryEffective requests the programs of a cgroup and of its ancestors (BPF_F_QUERY_EFFECTIVE).
 const queryEffective = 1
 
-// attached is the programs in the cgroup of one pod, and their maps. Maps and links are pinned, and
-// stand without an agent.
+// attached has the programs in the cgroup of one pod, and their maps. Maps and links are pinned, so
+// they continue without an agent.
 type attached struct {
 	cgroup, pins string
 	maps         map[string]*ebpf.Map
 	programs     []*ebpf.Program
 	ids          []ebpf.ProgramID
 	links        []link.Link
-	// generation is another one each time that programs were attached: times, in this agent.
+	// generation changes whenever the programs are attached. times counts that in this agent.
 	generation string
 	times      int
-	// cgroups are the IDs of the pod's cgroups, those that have ended included.
+	// cgroups are the IDs of the pod's cgroups, including those that have ended.
 	cgroups map[uint64]bool
 }
 
-// mayUse names the capabilities that are missing.
+// mayUse returns an error that names the missing capabilities. Nil: none is missing.
 func mayUse() error {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var sets [2]unix.CapUserData
@@ -87,7 +87,7 @@ func findPod(root, uid string) (found string, err error) {
 	return found, err
 }
 
-// attach puts the programs into a pod's cgroup, in the place of those of an earlier agent.
+// attach attaches the programs to a pod's cgroup. They replace those of an earlier agent.
 func attach(c Config, maxExclusions uint32) (*attached, error) {
 	if err := mayUse(); err != nil {
 		return nil, err
@@ -129,7 +129,7 @@ func attach(c Config, maxExclusions uint32) (*attached, error) {
 	return a, nil
 }
 
-// sweepPins forgets the maps and links of pods that have ended.
+// sweepPins deletes the pinned maps and links of pods that have ended.
 func sweepPins(dir, own string) {
 	pods, _ := os.ReadDir(dir)
 	for _, pod := range pods {
@@ -146,10 +146,11 @@ func sweepPins(dir, own string) {
 	}
 }
 
-// linkName is where the link of a program is pinned, also in other versions.
+// linkName returns the file name of a program's pinned link. It must be the same in all versions.
 func linkName(n int) string { return attachTypes[n].String() }
 
-// link attaches the programs. A pinned link gets ours: none is missing in between.
+// link attaches the programs. It updates an existing pinned link, so that the pod is never without
+// a program.
 func (a *attached) link() error {
 	a.closeLinks()
 	a.ids = nil
@@ -193,7 +194,7 @@ func (a *attached) link() error {
 	return nil
 }
 
-// verify returns an error unless each cgroup of the pod runs each of our programs.
+// verify returns an error unless each program of a is attached to each cgroup of the pod.
 func (a *attached) verify() error {
 	return filepath.WalkDir(a.cgroup, func(path string, d fs.DirEntry, err error) error {
 		if path != a.cgroup && errors.Is(err, fs.ErrNotExist) {
@@ -234,7 +235,7 @@ func (a *attached) verify() error {
 
 var errDetached = errors.New("a program was detached")
 
-// ensure attaches again what was detached. The generation is another one then.
+// ensure attaches programs again that were detached. That changes the generation.
 func (a *attached) ensure() error {
 	err := a.verify()
 	if errors.Is(err, errDetached) {
@@ -272,7 +273,7 @@ func (a *attached) closeLinks() {
 	a.links = nil
 }
 
-// close ends this agent's part. What is pinned stays.
+// close closes this agent's file descriptors. Pinned maps and links continue.
 func (a *attached) close() {
 	a.closeLinks()
 	for _, p := range a.programs {

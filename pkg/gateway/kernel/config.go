@@ -9,13 +9,14 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Config makes the agent that of one gateway, in whose pod it runs, and which the kernel directs.
+// Config configures the agent of one gateway that the kernel directs. The agent runs in the
+// gateway's pod.
 type Config struct {
 	// PodUID is the UID of the gateway's pod, from the downward API: ${POD_UID}.
 	PodUID string `json:"podUID"`
 	// Cgroups is where the node's cgroup2 is mounted. Empty: /sys/fs/cgroup.
 	Cgroups string `json:"cgroups,omitempty"`
-	// Pins is a folder of the node's bpffs, where exclusions outlive the agent. Empty:
+	// Pins is the directory in the node's bpffs where exclusions outlive the agent. Empty:
 	// /sys/fs/bpf/lameduck.
 	Pins string `json:"pins,omitempty"`
 	// Services are the ports of Services to whose pods the gateway connects. Name all of those that
@@ -105,7 +106,7 @@ func (c *Config) Check() (errs []error) {
 	return errs
 }
 
-// maxUID and maxPool are how long the names in the map of targets can be.
+// maxUID and maxPool bound the names in the map of targets, in bytes.
 const maxUID, maxPool = 64, 160
 
 // OwnsPool implements gateway.DirectedKind: the gateway chooses.
@@ -115,9 +116,9 @@ func (*Config) OwnsPool() bool { return false }
 func (*Config) StateDir() string { return "" }
 
 const (
-	// expiry is how long an exclusion outlives its agent. It is renewed when less than renewAt is
-	// left. As the exclusions of other kinds, it has to outlast what a coordinator may still answer
-	// by the agent's last report, and settle: see drain.Times.
+	// expiry is how long an exclusion outlives its agent's last renewal. The agent renews it when
+	// less than renewAt is left. An exclusion must outlast every release that a coordinator may
+	// still base on the agent's last report, and settle: see drain.Times.
 	expiry  = 70 * time.Second
 	renewAt = 60 * time.Second
 	// settle is how long an address that is no endpoint any more stays excluded: the gateway may

@@ -25,19 +25,20 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// maxExclusions bounds the map.
+// maxExclusions bounds the entries of the map excluded.
 const maxExclusions = 1 << 15
 
 // Gateway is a gateway that the kernel directs.
 type Gateway struct {
 	*attached
 	quiet map[health.Pool]time.Duration
-	// targets has what is known of each address: whether a key is to be routed.
+	// targets has the known keys of each address. The value reports whether the key is to be
+	// routed.
 	targets map[netip.AddrPort]map[health.Key]bool
-	// excluded has what is in the map, as written at wrote.
+	// excluded has the entries of the map excluded, as written at wrote.
 	excluded map[netip.AddrPort]*entry
 	wrote    time.Time
-	// dialing is since when each note in the map dialing is known, by socket cookie.
+	// dialing is when each note of the map dialing was first read, by socket cookie.
 	dialing map[uint64]time.Time
 
 	mu      sync.Mutex
@@ -47,15 +48,15 @@ type Gateway struct {
 // entry is one exclusion in the map.
 type entry struct {
 	exclusion
-	// pools are those of which a replacement has to be.
+	// pools are the pools that a replacement must belong to.
 	pools map[health.Pool]bool
-	// left is when the last of them forgot the address. Zero: one has not.
+	// left is when the last key at the address was no longer to be excluded. Zero: one still is.
 	left time.Time
 	// read reports whether the exclusion was read back.
 	read bool
 }
 
-// targetKey is a key of the map targets. Its value is whether it is routed.
+// targetKey is a key of the map targets. The value is 1 if the target is to be routed, else 0.
 type targetKey struct {
 	Address address
 	UID     [maxUID]byte
@@ -76,12 +77,12 @@ func (c *Config) Direct() (gateway.Directed, error) {
 	return g, nil
 }
 
-// nowhere is an address that no network has (RFC 5737).
+// nowhere is an address that no network uses (RFC 5737).
 var nowhere = netip.MustParseAddrPort("192.0.2.1:9")
 
 // prove returns an error unless a connection of this process, which is in the gateway's pod, is
-// redirected. A runtime that puts containers elsewhere than the kubelet says, and a kernel that
-// has moved the pod's sockets out of its cgroup, would leave every connection as it is.
+// redirected. No connection is redirected if the container runtime uses other cgroups than the
+// kubelet, or if the kernel has moved the pod's sockets out of its cgroup.
 func (g *Gateway) prove() error {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -135,7 +136,7 @@ func open(c Config, size uint32) (*Gateway, error) {
 	return g, nil
 }
 
-// load reads what an earlier agent left.
+// load reads the targets and exclusions of an earlier agent from the maps.
 func (g *Gateway) load() error {
 	var key targetKey
 	var routed uint8
@@ -172,7 +173,7 @@ func (g *Gateway) load() error {
 
 func text(b []byte) string { return string(bytes.TrimRight(b, "\x00")) }
 
-// canonical is k with the address as it is known here.
+// canonical returns k with its address unmapped and without a zone, as this package stores it.
 func canonical(k health.Key) health.Key {
 	k.Target.Addr = netip.AddrPortFrom(k.Target.Addr.Addr().Unmap().WithZone(""), k.Target.Addr.Port())
 	return k
@@ -273,7 +274,7 @@ func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 	}
 	written := g.write(time.Now())
 	if len(gone) > 0 {
-		// What has connections is kept. Without a count everything is.
+		// Keep keys with connections. If connections cannot be counted, keep all.
 		if count, err := g.count(); err == nil {
 			for k := range gone {
 				if count[k.Target.Addr] > 0 && !g.replaced(k) {
@@ -295,8 +296,8 @@ func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 	return errors.Join(errs...)
 }
 
-// exclude notes that k is not to be routed. What is unknown may be routed all the same: the gateway
-// follows EndpointSlices by itself.
+// exclude records that k is not to be routed. It excludes an unknown target too: the gateway
+// follows EndpointSlices by itself, and may route to it.
 func (g *Gateway) exclude(k health.Key) error {
 	addr := k.Target.Addr
 	if g.replaced(k) {
@@ -322,7 +323,8 @@ func (g *Gateway) replaced(k health.Key) bool {
 	return false
 }
 
-// write brings the map up to date, and returns the addresses for which it could not.
+// write updates the map excluded, and returns the addresses for which that failed, each with the
+// error.
 func (g *Gateway) write(now time.Time) map[netip.AddrPort]error {
 	failed := map[netip.AddrPort]error{}
 	boot := sinceBoot()
@@ -351,7 +353,8 @@ func (g *Gateway) write(now time.Time) map[netip.AddrPort]error {
 		}
 		delete(g.excluded, addr)
 	}
-	// Those that stand first: an address that is to be excluded may be the last replacement of one.
+	// Existing exclusions come first: an address that is newly excluded may be the last replacement
+	// of one of them.
 	order := slices.SortedFunc(maps.Keys(g.excluded), func(a, b netip.AddrPort) int {
 		return cmp.Compare(min(1, g.excluded[b].Expires), min(1, g.excluded[a].Expires))
 	})
@@ -392,10 +395,10 @@ func (g *Gateway) split(addr netip.AddrPort) bool {
 	return false
 }
 
-// remaining is how much of an expiry is left.
+// remaining returns the time until expires. Both arguments are in nanoseconds since boot.
 func remaining(expires, boot uint64) time.Duration { return time.Duration(int64(expires - boot)) }
 
-// name is one for each set of pools.
+// name returns a string that is unique for each set of pools.
 func name(pools map[health.Pool]bool) string {
 	if len(pools) == 1 {
 		for p := range pools {
@@ -430,8 +433,8 @@ func (g *Gateway) standIns(pools map[health.Pool]bool) map[netip.AddrPort]bool {
 	return all
 }
 
-// replacements chooses from stand-ins of the same family: those of before, as long as they can be
-// and no more can, or others at random.
+// replacements selects from the stand-ins of the address's family. It keeps the present selection
+// if all of it are still stand-ins and no more are possible. Otherwise it selects at random.
 func (e *entry) replacements(addr netip.AddrPort, standIns map[netip.AddrPort]bool) []address {
 	now := e.Replacements[:e.Count]
 	most := 0
@@ -461,10 +464,11 @@ func sinceBoot() uint64 {
 	return uint64(t.Nano())
 }
 
-// notes reads what programs have noted of sockets, by cookie.
+// notes reads the addresses that programs have noted for sockets in the named map, by socket
+// cookie.
 func (g *Gateway) notes(name string) (map[uint64]netip.AddrPort, error) {
 	all := map[uint64]netip.AddrPort{}
-	// In batches, which miss nothing while others come and go.
+	// Read in batches: these omit no entry while others are added and deleted.
 	cookies, of := make([]uint64, 512), make([]address, 512)
 	var cursor ebpf.MapBatchCursor
 	for {
@@ -481,8 +485,8 @@ func (g *Gateway) notes(name string) (map[uint64]netip.AddrPort, error) {
 	}
 }
 
-// count returns how many connections the pod has to each address, those included that are about to
-// be made. It closes those that are quiet and may be closed.
+// count returns how many connections the pod has to each address, including those that are about to
+// be opened. It also closes quiet connections that may be closed.
 func (g *Gateway) count() (map[netip.AddrPort]int, error) {
 	redirected, err := g.notes("redirected") // first, see below
 	if err != nil {
@@ -530,8 +534,9 @@ func (g *Gateway) count() (map[netip.AddrPort]int, error) {
 	return count, nil
 }
 
-// mayClose returns when a connection is quiet that may be closed: one to an excluded address, or
-// one that was redirected, because it was meant for an address that is routed again. 0: it stays.
+// mayClose returns the silence after which a connection may be closed whose remote address is to.
+// That applies to connections to an excluded address, and to a redirected one whose original
+// address, meant, is routed again. 0: the connection must stay.
 func (g *Gateway) mayClose(to, meant netip.AddrPort) (quiet time.Duration) {
 	pools := map[health.Pool]bool{}
 	if e := g.excluded[to]; e != nil && e.Count > 0 {
@@ -552,7 +557,7 @@ func (g *Gateway) mayClose(to, meant netip.AddrPort) (quiet time.Duration) {
 	return quiet
 }
 
-// stray reports whether a connection that was redirected would be closed if it were quiet.
+// stray reports whether there is a redirected connection that may be closed when it is quiet.
 func (g *Gateway) stray() bool {
 	redirected, _ := g.notes("redirected") // count says what is wrong with it
 	return slices.ContainsFunc(slices.Collect(maps.Values(redirected)), func(meant netip.AddrPort) bool {
@@ -575,7 +580,7 @@ func (g *Gateway) Observe(ctx context.Context, keys []health.Key) (health.Observ
 		if _, known := g.quiet[k.Pool]; !known {
 			return health.Observation{}, fmt.Errorf("no pool %q", k.Pool)
 		}
-		// An exclusion stands for as long as it is asked for.
+		// An exclusion must not expire while the set still asks for its key.
 		if e := g.excluded[canonical(k).Target.Addr]; e != nil && !e.left.IsZero() &&
 			remaining(e.Expires, sinceBoot()) < settle/2 {
 			e.Expires, g.wrote = 0, time.Time{}
@@ -602,8 +607,9 @@ func (g *Gateway) Observe(ctx context.Context, keys []health.Key) (health.Observ
 		return o, nil
 	}
 	if fresh && !held {
-		// A count takes a millisecond and more. Removed is not to wait for it: the next reading
-		// counts. Others that are Idle are to stay so.
+		// A count takes a millisecond or more. Removed must not wait for it, so the next reading
+		// counts. If another target is already excluded, this reading counts, so that an Idle
+		// target stays Idle.
 		for k, seen := range o.Seen {
 			if seen.Present {
 				seen.Active = 1
@@ -626,8 +632,8 @@ func (g *Gateway) Observe(ctx context.Context, keys []health.Key) (health.Observ
 	return o, nil
 }
 
-// seen is what the gateway does with a key, but for its connections. holds reports whether the
-// programs redirect connections to its address.
+// seen returns the state of a key without its connections. holds reports whether the programs
+// redirect connections to its address.
 func (g *Gateway) seen(k health.Key, holds bool, now time.Time) health.Seen {
 	routed, known := g.targets[k.Target.Addr][k]
 	e := g.excluded[k.Target.Addr]
@@ -639,7 +645,7 @@ func (g *Gateway) seen(k health.Key, holds bool, now time.Time) health.Seen {
 	case holds, e != nil && !e.left.IsZero() && now.Sub(e.left) >= settle:
 		return health.Seen{Missing: true}
 	default:
-		// The gateway may have it: nothing says that it does not.
+		// The gateway may route to it: there is no evidence against that.
 		return health.Seen{Present: true, Routed: true, Missing: true}
 	}
 }
@@ -652,7 +658,7 @@ func (g *Gateway) Owned(ctx context.Context) (all []health.Key, err error) {
 	return all, g.here(ctx)
 }
 
-// here reports what is in the way of a call: its context, or the end of the pod.
+// here returns an error if ctx is done or the pod's cgroup has ended.
 func (g *Gateway) here(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
 		return err

@@ -30,9 +30,9 @@ const maxReplacements = 16
 
 // exclusion is the value of the map excluded.
 type exclusion struct {
-	// Expires is in nanoseconds since boot. The programs pass by an exclusion that has expired.
+	// Expires is in nanoseconds since boot. The programs ignore an exclusion that has expired.
 	Expires uint64
-	// Count of the replacements. 0: connections to the excluded address pass.
+	// Count is the number of replacements. 0: connections to the excluded address pass.
 	Count        uint32
 	_            uint32
 	Replacements [maxReplacements]address
@@ -52,10 +52,11 @@ const (
 	bpfNoPrealloc  = 1
 )
 
-// mapSpecs returns the maps. excluded is what the programs obey. dialing has the destinations of
-// sockets between their connect() and the kernel's table of sockets, by socket cookie. redirected
-// has the excluded addresses that sockets were meant for, until they are closed. What it has no
-// room for is not closed later. targets is for agents only: what an earlier one was told of.
+// mapSpecs returns the maps. excluded has the exclusions that the programs apply. dialing has, by
+// socket cookie, the destinations of sockets between connect() and their entry in the kernel's
+// socket table. redirected has, by socket cookie, the excluded addresses that redirected sockets
+// were meant for, until they are closed. A connection for which redirected is full is not closed
+// later. targets is for agents only: it has the targets of an earlier agent.
 func mapSpecs(maxExclusions uint32) map[string]*ebpf.MapSpec {
 	hash := func(name string, key, value, entries uint32) *ebpf.MapSpec {
 		return &ebpf.MapSpec{Name: name, Type: ebpf.Hash, KeySize: key, ValueSize: value, MaxEntries: entries,
@@ -86,17 +87,18 @@ func programSpecs(maps map[string]*ebpf.Map) []*ebpf.ProgramSpec {
 	return specs
 }
 
-// attachTypes are where the programs are attached, in their order: a note that is made before those
-// that delete notes are there would stay, and its target would never be Idle.
+// attachTypes are the attach points of the programs, in the order of attachment. The programs that
+// delete notes come first. Otherwise a note that is written earlier would stay, and its target
+// would never be Idle.
 var attachTypes = []ebpf.AttachType{ebpf.AttachCgroupInetSockRelease, ebpf.AttachCGroupSockOps,
 	ebpf.AttachCGroupInet4Connect, ebpf.AttachCGroupInet6Connect}
 
-// Of struct bpf_sock_addr.
+// Offsets in struct bpf_sock_addr.
 const (
 	ctxIP4, ctxIP6, ctxPort, ctxProtocol = 4, 8, 24, 36
 )
 
-// The stack of connect.
+// Offsets in the stack of connect.
 const (
 	onCookie      = -8
 	onDestination = -32 // an address
@@ -105,9 +107,10 @@ const (
 	onTried       = -72
 )
 
-// connect is the program of connect(). It notes where the socket goes and then looks whether that
-// is excluded, in this order: an agent that writes the exclusion and then reads the notes misses no
-// connection. The replacement is chosen at random, and is not an excluded one.
+// connect returns the program for connect(). The program first notes the destination of the socket
+// and then checks whether that is excluded. In this order, an agent that writes an exclusion and
+// then reads the notes misses no connection. The replacement is chosen at random, and is not an
+// excluded one.
 func connect(excluded, dialing, redirected int, six bool) asm.Instructions {
 	note := func(in int, destination int32) asm.Instructions {
 		return asm.Instructions{
@@ -162,8 +165,9 @@ func connect(excluded, dialing, redirected int, six bool) asm.Instructions {
 		asm.LoadMem(asm.R9, asm.R8, atCount, asm.Word), asm.JEq.Imm(asm.R9, 0, "pass"),
 		asm.FnGetPrandomU32.Call(), asm.StoreMem(asm.RFP, onRandom, asm.R0, asm.DWord),
 		asm.Mov.Imm(asm.R1, 0), asm.StoreMem(asm.RFP, onTried, asm.R1, asm.DWord),
-		// next: all of them, from a random one on. The remainder is of a number that the verifier
-		// does not know, so that it sees the same bounds each time. Otherwise it wants CAP_PERFMON.
+		// next: try all replacements, beginning with a random one. The index is a remainder of a
+		// number that is unknown to the verifier, which therefore finds the same bounds in each
+		// iteration. Otherwise the verifier requires CAP_PERFMON.
 		asm.LoadMem(asm.R2, asm.RFP, onTried, asm.DWord).WithSymbol("next"),
 		asm.JGE.Imm(asm.R2, maxReplacements, "none"), asm.JGE.Reg(asm.R2, asm.R9, "none"),
 		asm.LoadMem(asm.R1, asm.RFP, onRandom, asm.DWord), asm.Add.Reg(asm.R1, asm.R2),
@@ -204,7 +208,8 @@ func connect(excluded, dialing, redirected int, six bool) asm.Instructions {
 	return append(append(code, none...), asm.Mov.Imm(asm.R0, 1).WithSymbol("pass"), asm.Return())
 }
 
-// forget is a program that deletes the notes of a socket, if the instructions before do not pass.
+// forget returns a program that deletes the notes of a socket, unless the instructions in before
+// jump to pass.
 func forget(from []int, before ...asm.Instruction) asm.Instructions {
 	code := append(asm.Instructions{asm.Mov.Reg(asm.R6, asm.R1)}, before...)
 	code = append(code,
@@ -216,7 +221,7 @@ func forget(from []int, before ...asm.Instruction) asm.Instructions {
 	return append(code, asm.Mov.Imm(asm.R0, 1).WithSymbol("pass"), asm.Return())
 }
 
-// needs is what a program needs of the kernel, for the error of an agent that cannot load it.
+// needs has the requirements of each program, for the error of an agent that cannot load it.
 var needs = map[string]string{
 	"ld_connect4": "cgroup/connect4 with bpf_ktime_get_boot_ns: Linux 5.8, CONFIG_CGROUP_BPF, CAP_BPF, CAP_NET_ADMIN",
 	"ld_connect6": "cgroup/connect6 with bpf_ktime_get_boot_ns: Linux 5.8, CONFIG_CGROUP_BPF, CONFIG_IPV6",

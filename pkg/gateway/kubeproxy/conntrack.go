@@ -25,8 +25,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Attributes of connections that golang.org/x/sys/unix does not have, from
-// linux/netfilter/nfnetlink_conntrack.h.
+// Attributes of connections from linux/netfilter/nfnetlink_conntrack.h that golang.org/x/sys/unix
+// lacks.
 const (
 	ctaTupleOrig  = 1
 	ctaTupleReply = 2
@@ -50,7 +50,7 @@ const (
 	ctaFilterOrig, ctaFilterReply = 1, 2
 	filterIPSrc                   = 1 // CTA_FILTER_F_CTA_IP_SRC
 
-	// States between which those lie that are being opened, or open.
+	// The first and the last states of connections that are being opened or are open.
 	tcpSynSent, tcpEstablished, tcpSynSent2 = 1, 3, 9
 	sctpCookieWait, sctpEstablished         = 2, 4
 
@@ -58,53 +58,55 @@ const (
 )
 
 // How often connections are counted. For each request the kernel walks its whole table, that of all
-// network namespaces: 9 ms of CPU with the usual 262,144 buckets, even if they are empty, and 1.7
-// us for each connection that it returns. So while a connection is waited for, only the known ones
-// are asked for, and all again when none of these is left, or after countSlow. Events of
-// connections would come sooner, but cost 10 to 20 us of CPU for every connection of the node, also
-// if the socket's filter drops them (measured on 2 cores, Linux 6.18).
+// network namespaces. This takes 9 ms of CPU with the usual 262,144 buckets, even if they are
+// empty, and 1.7 us for each connection that it returns. So while a watch waits for connections,
+// only the known ones are requested. All are requested again when none of these is left, or after
+// countSlow. Events of connections would come sooner, but cost 10 to 20 us of CPU for every
+// connection of the node, even if the socket's filter drops them (measured on 2 cores, Linux 6.18).
 const (
 	countFirst = 20 * time.Millisecond
-	// countKept is the pause while the kernel sends to no endpoint but the targets, between the two
-	// empty counts that make a watch quiet, and before the first count of a watch that is not
-	// Removed: from then on it is known which connections are silent. A Removed watch pauses for
-	// keptQuiet.
+	// countKept is the pause of a watch while the kernel still sends to its targets. It applies
+	// while there is no other endpoint, between the two empty counts that make a watch quiet, and
+	// before the first count. From that count on, silent connections are recognized. A Removed
+	// watch pauses for keptQuiet.
 	countKept = 100 * time.Millisecond
-	// Idle watches, and those to whose targets the kernel sends among others, wait for nothing. All
-	// of them are counted together, countSlow apart, or up to maxCountSlow if it would take more
-	// than half a hundredth of a core.
+	// An Idle watch does not wait for connections, nor does one whose targets are some of several
+	// endpoints. All such watches are counted together, every countSlow. The pause grows up to
+	// maxCountSlow if counting would take more than half a hundredth of a core.
 	countSlow, maxCountSlow, countSlowShare = time.Second, 10 * time.Second, 200
-	// countShare bounds counting at a fifth of a core: the pause after a count is this many times
-	// the CPU time that it took. By elapsed time, pods on a busy node would wait for seconds to
-	// become Idle.
+	// countShare bounds counting at a fifth of a core: the pause after a count is this multiple of
+	// its CPU time. With a multiple of the elapsed time instead, pods on a busy node would wait for
+	// seconds to become Idle.
 	countShare = 4
-	// emptyCounts is how many counts in a row must be empty for a watch to be quiet to which the
-	// kernel still sends. A Removed watch is Idle after one: it is first counted countFirst after
-	// the commit was read, and by then a packet for which the kernel chose the target before the
-	// commit is in the table.
+	// emptyCounts is how many successive counts must be empty before a watch is quiet while the
+	// kernel still sends to its targets. A Removed watch is Idle after one: it is first counted
+	// countFirst after the commit was read, and by then a packet for which the kernel chose the
+	// target before the commit is in the table.
 	emptyCounts = 2
-	// maxUnseen is the longest pause between two counts after which none can have come and ended
-	// unseen: the kernel forgets one that was reset after 10 s, others later.
+	// maxUnseen is the longest pause between two counts in which no connection can begin and end
+	// without being seen: the kernel deletes the entry of a reset connection after 10 s, and others
+	// later.
 	maxUnseen = 5 * time.Second
-	// messageCost is how many buckets of the table the kernel walks through in the time that it
-	// takes to send one entry, and to read it.
+	// messageCost is the cost of sending and reading one entry, in buckets that the kernel could
+	// walk in the same time.
 	messageCost = 50
 )
 
-// How long connections are waited for that do not end by themselves, see [held].
+// Limits for connections that do not end by themselves, see [held].
 const (
-	// keptQuiet is the pause between two requests, about that of a delayed acknowledgement, after
-	// which a connection that carries one request after the other is not waited for.
+	// keptQuiet is the pause after which a connection that has carried several requests is not
+	// waited for. It is about the time of a delayed acknowledgement.
 	keptQuiet = 40 * time.Millisecond
-	// maxKept is how long such a connection is waited for if it never pauses, and how long any
-	// other may be silent that the pod has answered, or on which it was not asked.
+	// maxKept is how long such a connection is waited for if it never pauses. It is also the
+	// silence after which any other connection is not waited for, if the pod has answered on it or
+	// the client has sent nothing.
 	maxKept = time.Second
 	// accountedFor is how long the kernel must have counted packets before a connection without
-	// counters, which is then older, is taken to have been answered.
+	// counters counts as answered. Such a connection began before the counting.
 	accountedFor = time.Minute
-	// answerLeast is the least that an answer has beside headers. The headers of a segment without
-	// data take headerUsual bytes with IPv4 and timestamps, synExtra more in a SYN, maxHeader where
-	// it reports lost segments, and ipv6Extra more with IPv6.
+	// answerLeast is the least payload of an answer. All values are in bytes. The headers of a
+	// segment without data take headerUsual with IPv4 and timestamps, synExtra more in a SYN, and
+	// ipv6Extra more with IPv6. They take maxHeader if the segment reports lost segments.
 	answerLeast, synExtra             = 64, 8
 	headerUsual, maxHeader, ipv6Extra = 52, 80, 20
 )
@@ -112,11 +114,12 @@ const (
 type connection struct {
 	protocol uint8
 	state    uint8
-	// to is who answers: the pod, whatever address the client asked for.
+	// to is the address that answers: the pod's, whatever address the client connected to.
 	to netip.AddrPort
-	// original, zone and id name the entry when it is deleted.
+	// original, zone and id identify the entry, so that it can be deleted.
 	original, zone, id []byte
-	// asked and answered are what the client and the pod have sent. Zero: it is not counted.
+	// asked is the traffic from the client, and answered that from the pod. Zero: it is not
+	// counted.
 	asked, answered traffic
 }
 
@@ -127,7 +130,7 @@ func (t traffic) since(then traffic) traffic {
 	return traffic{t.packets - then.packets, t.bytes - then.bytes}
 }
 
-// payload returns the bytes of t, to or from a pod, beyond so long a header for each packet.
+// payload returns the bytes of t, to or from a pod, minus header bytes for each packet.
 func (t traffic) payload(header int64, pod netip.Addr) int64 {
 	if pod.Is6() {
 		header += ipv6Extra
@@ -135,25 +138,26 @@ func (t traffic) payload(header int64, pod netip.Addr) int64 {
 	return t.bytes - t.packets*header
 }
 
-// held is what the counts of one open connection have shown. A client ends a connection that it
-// keeps when it likes, so a connection is not waited for once it is [held.kept]. One on which the
-// client has sent data that the pod has not answered carries its first request, and one on which
-// only the pod sends carries a long answer: these are waited for until they end.
+// held is what the counts of one open connection have shown. A client may keep an idle connection
+// for any time, so a connection is not waited for once it is [held.kept]. A connection with data of
+// the client that the pod has not answered carries its first request. A connection on which only
+// the pod sends carries a long answer. Both are waited for until they end.
 type held struct {
 	connection // as last counted
-	// first is when the connection was first counted, moved when it was first counted with the
-	// packets that it has now.
+	// first is when the connection was first counted. moved is when its present number of packets
+	// was first seen.
 	first, moved time.Time
-	// more: the client has sent data after the pod had answered; again: the pod has answered that.
-	// Acknowledgements, however many, are not data, or a long answer on a line that loses segments
+	// more: the client has sent data after the pod had answered. again: the pod has answered that
+	// data. Acknowledgements are not data. Otherwise a long answer on a network that loses segments
 	// would count as a second request.
 	more, again bool
 	// kept is final for as long as the kernel does not send to the pod.
 	kept bool
 }
 
-// see takes in another count. old: a connection without counted packets is an old one. A connection
-// that never pauses is waited for from waiting on.
+// see updates h with a count of its connection. old: a connection without counted packets began
+// before the kernel counted packets. waiting is when the wait for a connection that never pauses
+// began.
 func (h *held) see(c connection, old bool, waiting, now time.Time) {
 	if h.first.IsZero() {
 		h.first, h.moved = now, now
@@ -198,8 +202,7 @@ func (c connection) open() bool {
 	return false
 }
 
-// answerer returns the address that answers on the connection which b, a message's attributes,
-// describes.
+// answerer returns the address that answers on a connection. b has the attributes of its message.
 func answerer(b []byte) netip.Addr {
 	return address(attribute(b, ctaTupleReply, ctaTupleIP), ctaIPv4Src, ctaIPv6Src)
 }
@@ -213,7 +216,8 @@ func address(tuple []byte, four, six uint16) netip.Addr {
 	return addr
 }
 
-// client returns who opened the connection, and reports whether it went straight to the pod.
+// client returns the address that opened the connection, and reports whether it connected to the
+// pod's own address.
 func (c connection) client() (from netip.Addr, straight bool) {
 	tuple := attribute(c.original, ctaTupleIP)
 	return address(tuple, ctaIPv4Src, ctaIPv6Src), address(tuple, ctaIPv4Dst, ctaIPv6Dst) == c.to.Addr()
@@ -239,8 +243,8 @@ func decodeConnection(b []byte) (c connection, err error) {
 	return c, nil
 }
 
-// about returns a message about this entry: without a tuple the kernel would take it to be about
-// all.
+// about returns a message about this entry alone. Without the tuple, the kernel would apply the
+// message to all entries.
 func (c connection) about(message int, flags netlink.HeaderFlags, more ...[]byte) netlink.Message {
 	if c.zone != nil {
 		more = append(more, encode(ctaZone, c.zone))
@@ -252,20 +256,20 @@ func (c connection) about(message int, flags netlink.HeaderFlags, more ...[]byte
 	return request(unix.NFNL_SUBSYS_CTNETLINK, message, flags, family, append(more, nest(ctaTupleOrig, c.original))...)
 }
 
-// counter reads the kernel's table of connections, in the way that costs the CPU least.
+// counter reads the kernel's table of connections with the least CPU time.
 type counter struct {
 	dial func() (*netlink.Conn, error)
 	conn *netlink.Conn
-	// deaf: the kernel ignores the filter and sends all connections, as before 5.8.
+	// deaf: the kernel ignores the filter and sends all connections, as Linux before 5.8 does.
 	deaf bool
 }
 
-// walk calls f with all entries to addrs that are there the whole time; of those that come
-// meanwhile some may be missing.
+// walk calls f with all entries to addrs that exist during the whole call. It may omit entries that
+// are added during the call.
 //
-// With IPv6 the kernel sends all entries: its filter of addresses is inverted there
-// (ctnetlink_filter_match_tuple, in 5.8 to 6.18 at least: it leaves out those that match), and may
-// be mended some day.
+// With IPv6 the kernel sends all entries: its filter of addresses is inverted there, and omits the
+// entries that match (ctnetlink_filter_match_tuple, at least in Linux 5.8 to 6.18). A later kernel
+// may correct that.
 func (c *counter) walk(addrs map[netip.Addr]bool, f func(connection)) (err error) {
 	var four []netip.Addr
 	six := 0
@@ -276,7 +280,8 @@ func (c *counter) walk(addrs map[netip.Addr]bool, f func(connection)) (err error
 			six = 1
 		}
 	}
-	// Asking for one address after the other costs walks, asking for all costs messages.
+	// A request for each address costs walks of the table. One request for all entries costs
+	// messages.
 	walks := len(four) + six
 	if walks > 1 && (c.deaf || (walks-1)*sysctl("nf_conntrack_buckets")/messageCost >= sysctl("nf_conntrack_count")) {
 		_, err = c.dump(unix.AF_UNSPEC, addrs, f)
@@ -313,7 +318,7 @@ func (c *counter) dump(family uint8, addrs map[netip.Addr]bool, f func(connectio
 			return told, fmt.Errorf("read connections: %w", err)
 		}
 		told++
-		// Most are to other addresses: the rest of them is not decoded.
+		// Most entries are to other addresses. Do not decode the rest of these.
 		if to := answerer(body(m)); to.IsValid() && !addrs[to] {
 			continue
 		}
@@ -326,11 +331,11 @@ func (c *counter) dump(family uint8, addrs map[netip.Addr]bool, f func(connectio
 	return told, nil
 }
 
-// again calls f with those of known that are still there, at microseconds for each.
+// again calls f with the connections of known that still exist. Each costs microseconds.
 //
-// The kernel marks each answer as one of several, and does not say which is the last. So an empty
-// dump, of expected connections, comes behind the questions. Few are asked together: the socket's
-// buffer has to hold the answers.
+// The kernel marks each answer as one of several, but not the last one. So the requests are
+// followed by a dump that is empty, that of expected connections. Each batch is small, because the
+// socket's buffer must hold the answers.
 func (c *counter) again(known []connection, f func(connection)) error {
 	for some := range slices.Chunk(known, 16) {
 		var messages []netlink.Message
@@ -364,8 +369,8 @@ func (c *counter) again(known []connection, f func(connection)) error {
 	return nil
 }
 
-// find returns the connections to addrs, those of known that are still there, and the CPU time it
-// took.
+// find returns the connections to addrs and those of known that still exist, and the CPU time that
+// this took.
 func (c *counter) find(addrs map[netip.Addr]bool, known []connection) (found map[netip.Addr][]connection,
 	took time.Duration, err error) {
 	runtime.LockOSThread()
@@ -399,16 +404,16 @@ func (c *counter) close() {
 	}
 }
 
-// worked is how long the CPU has worked for this thread.
+// worked returns the CPU time of the calling thread.
 func worked() time.Duration {
 	var usage unix.Rusage
-	// It cannot fail for a thread that is there.
+	// It cannot fail for the calling thread.
 	_ = unix.Getrusage(unix.RUSAGE_THREAD, &usage)
 	return time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
 }
 
-// sysctl returns a number of this process's network namespace, 0 if it cannot be read. Netlink also
-// tells the number of connections, but marks the answer as one of several.
+// sysctl returns a number of this process's network namespace, or 0 if it cannot be read. Netlink
+// also has the number of connections, but marks the answer as one of several.
 func sysctl(name string) int {
 	text, _ := os.ReadFile("/proc/sys/net/netfilter/" + name)
 	n, _ := strconv.Atoi(strings.TrimSpace(string(text)))
@@ -436,7 +441,7 @@ func (o *Observer) count(ctx context.Context) {
 			} else {
 				o.counted(due, found, took, time.Now())
 			}
-			// A watch that comes now does not shorten the pause.
+			// A new watch does not shorten this pause.
 			wait, wake = time.After(rest), nil
 		case !next.IsZero():
 			wait = time.After(time.Until(next))
@@ -521,7 +526,8 @@ func (w *Watch) slow() bool {
 	return is.State == health.Idle || is.State == health.Routing && (w.empty == 0 || is.NoConnections)
 }
 
-// pause is the time until the next count after one that took so much CPU. The caller holds o.mu.
+// pause returns the time until the next count. took is the CPU time of the last one. The caller
+// holds o.mu.
 func (w *Watch) pause(took time.Duration) time.Duration {
 	switch {
 	case w.slow():
@@ -532,7 +538,7 @@ func (w *Watch) pause(took time.Duration) time.Duration {
 	return countKept
 }
 
-// counted takes a count in, for the watches that were waiting when it began and are still.
+// counted records a count for the watches that have been waiting since before it began.
 func (o *Observer) counted(due map[*Watch]counting, found map[netip.Addr][]connection, took time.Duration,
 	now time.Time) {
 	own := o.ownAddresses()
@@ -580,8 +586,8 @@ func (o *Observer) counted(due map[*Watch]counting, found map[netip.Addr][]conne
 	}
 }
 
-// see takes in a count, of all connections or of those known that were not kept. It reports whether
-// any to w's targets are waited for. The caller holds o.mu.
+// see records a count: of all connections if all is set, else of the known ones that were not kept.
+// It reports whether w waits for a connection to one of its targets. The caller holds o.mu.
 func (w *Watch) see(found map[netip.Addr][]connection, old, all bool, now time.Time) (busy bool) {
 	was := w.held
 	w.held = map[string]held{}
@@ -605,8 +611,8 @@ func (w *Watch) see(found map[netip.Addr][]connection, old, all bool, now time.T
 	return busy
 }
 
-// ownAddresses returns the addresses of the node, from which the kubelet probes. Nil: they are not
-// known.
+// ownAddresses returns the addresses of the node, from which the kubelet probes. Nil: they are
+// unknown.
 func (o *Observer) ownAddresses() map[netip.Addr]bool {
 	own := map[netip.Addr]bool{}
 	if o.netns != 0 {
@@ -624,8 +630,8 @@ func (o *Observer) ownAddresses() map[netip.Addr]bool {
 	return own
 }
 
-// notice takes in what a full count has found, for [Reading.Quiet]. own are the addresses of the
-// node. The caller holds o.mu.
+// notice records a full count for [Reading.Quiet]. own are the addresses of the node. The caller
+// holds o.mu.
 func (w *Watch) notice(found map[netip.Addr][]connection, own map[netip.Addr]bool, now time.Time) {
 	if w.noticed == nil {
 		return
@@ -641,8 +647,8 @@ func (w *Watch) notice(found map[netip.Addr][]connection, own map[netip.Addr]boo
 			from, straight := c.client()
 			probe := straight && own[from]
 			w.clients = w.clients || straight && !probe && own != nil
-			// The kernel may use the place, and so the ID, of one that has ended for another,
-			// which has not carried the same.
+			// The kernel may reuse the memory, and so the ID, of a connection that has ended. The
+			// new connection has other counters.
 			one := trace{id: string(c.id), original: string(c.original)}
 			if !probe {
 				one.asked, one.answered = c.asked, c.answered
@@ -664,7 +670,8 @@ func (w *Watch) notice(found map[netip.Addr][]connection, own map[netip.Addr]boo
 	}
 }
 
-// trace is what a count sees of a connection: another one, or one that was used, has another.
+// trace identifies a connection and its traffic. A new connection, or one with new traffic, has
+// another trace.
 type trace struct {
 	id, original    string
 	asked, answered traffic
@@ -672,8 +679,8 @@ type trace struct {
 
 var seed = maphash.MakeSeed()
 
-// Count counts the connections again, in the background. It is done when [Reading.Counted] is later
-// than the call.
+// Count starts a new count of the connections and returns immediately. The count is done when
+// [Reading.Counted] is later than the call.
 func (w *Watch) Count() {
 	w.o.mu.Lock()
 	if w.noticed == nil {
@@ -684,10 +691,10 @@ func (w *Watch) Count() {
 	w.o.wake.Raise()
 }
 
-// account has the kernel count the packets of connections that begin from now on, as the sysctl
-// nf_conntrack_acct does, which an agent may not write in its container. The kernel also switches
-// it on when it reads a rule that asks for a connection's packets. The transaction has no end, so
-// none of it is made.
+// account makes the kernel count the packets of connections that begin from now on. The sysctl
+// nf_conntrack_acct does that too, but an agent may not write it in its container. The kernel also
+// enables it when it reads a rule that uses a connection's packets. account sends such a rule in a
+// transaction without an end, so the kernel does not apply the rule.
 func (o *Observer) account() error {
 	const acct = "nf_conntrack_acct"
 	if sysctl(acct) == 0 {
@@ -726,10 +733,10 @@ func (o *Observer) account() error {
 	return nil
 }
 
-// Clean deletes all connections to the targets, of any protocol and state, from the kernel's table,
-// so that a client that uses a port again is sent to a pod that is there. Call it only for deleted
-// pods whose address no other pod has: it also cuts connections that are still open. Connections
-// that are not there, or end meanwhile, are no error. Many targets cost about as much as one.
+// Clean deletes all connections to the targets, of any protocol and state, from the kernel's table.
+// A client that reuses a source port is then sent to an existing pod. Call Clean only for deleted
+// pods whose address no other pod has, because it also breaks open connections. Connections that do
+// not exist, or end during the call, are no error. Many targets cost about as much as one.
 func (o *Observer) Clean(targets []netip.AddrPort) (err error) {
 	c := counter{dial: o.dial}
 	defer c.close()

@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// What golang.org/x/sys/unix does not have, from linux/netfilter/nf_tables.h.
+// Constants of linux/netfilter/nf_tables.h that golang.org/x/sys/unix lacks.
 const (
 	setHandle     = 0x10 // NFTA_SET_HANDLE
 	setElemKeyEnd = 0x0a // NFTA_SET_ELEM_KEY_END
@@ -41,20 +41,21 @@ type tableID struct {
 	name   string
 }
 
-// change is a message of nftables about a table that is ours, of a dump or a commit.
+// change is a message of nftables about one of kube-proxy's tables, from a dump or a commit.
 type change struct {
 	kind  kind
 	table tableID
-	// name is the chain's (also a rule's), or the set's (also an element's).
+	// name is the name of the chain, or of the set. A rule has the name of its chain, and an
+	// element that of its set.
 	name   string
 	handle uint64
-	// base is of a chain: the kernel enters it at a hook.
+	// base reports whether the kernel enters the chain at a hook.
 	base bool
 	rule rule
-	// sends is of a set: a map to verdicts, or to addresses.
+	// sends reports whether the set is a map to verdicts or to addresses.
 	sends    bool
 	elements []element
-	// generation is of a newGen, which ends a commit.
+	// generation is set for newGen, which ends a commit.
 	generation uint32
 }
 
@@ -65,16 +66,15 @@ type rule struct {
 	dests []netip.AddrPort // destinations by DNAT
 }
 
-// element is one of a map. It leads to a chain, or to a destination, or (a bare verdict) to
-// neither.
+// element is an element of a map. It leads to a chain or to a destination, or, for a verdict
+// without a chain, to neither.
 type element struct {
 	key   string
 	chain string
 	dest  netip.AddrPort
 }
 
-// decode returns what a message says. It reports false for one that is not of a table which is
-// ours.
+// decode decodes a message. It reports false if the message is about none of kube-proxy's tables.
 func decode(m netlink.Message, ours func(tableID) bool) (change, bool, error) {
 	if m.Header.Type>>8 != unix.NFNL_SUBSYS_NFTABLES {
 		return change{}, false, nil
@@ -122,7 +122,7 @@ func decode(m netlink.Message, ours func(tableID) bool) (change, bool, error) {
 	return c, true, nil
 }
 
-// sends reports whether a set is a map that says where packets go.
+// sends reports whether a set is a map to verdicts or to addresses.
 func sends(family uint8, set []byte) bool {
 	length := int(number(attribute(set, unix.NFTA_SET_DATA_LEN)))
 	return number(attribute(set, unix.NFTA_SET_FLAGS))&unix.NFT_SET_MAP != 0 &&
@@ -180,12 +180,12 @@ func decodeRule(family uint8, b []byte) (r rule, err error) {
 				r.jumps = append(r.jumps, chain)
 			}
 		case "lookup":
-			// Without a register for the result it only asks whether something is in the set.
+			// Without a register for the result, the lookup only tests membership.
 			if attribute(b, unix.NFTA_LOOKUP_DREG) != nil {
 				r.maps = append(r.maps, text(b, unix.NFTA_LOOKUP_SET))
 			}
 		case "nat":
-			// There is no address if only a port is changed, or if a map gives it.
+			// The address is absent if only the port is changed, or if a map gives the address.
 			addr, ok := netip.AddrFromSlice(registers[register(b, unix.NFTA_NAT_REG_ADDR_MIN)])
 			if ok && number(attribute(b, unix.NFTA_NAT_TYPE)) == natDNAT {
 				port := registers[register(b, unix.NFTA_NAT_REG_PROTO_MIN)]
@@ -205,7 +205,8 @@ func decodeRule(family uint8, b []byte) (r rule, err error) {
 	return r, err
 }
 
-// word is the place of a register: four of 16 bytes have names beside those of their words.
+// word returns the index of a register's first 4-byte word. The four registers of 16 bytes have
+// numbers of their own, in addition to those of their words.
 func word(register uint32) uint32 {
 	if register >= unix.NFT_REG32_00 {
 		return register - unix.NFT_REG32_00 + 4
@@ -213,8 +214,8 @@ func word(register uint32) uint32 {
 	return register * 4
 }
 
-// decodeTarget returns the destination of the target DNAT of xtables in one of its revisions:
-// struct nf_nat_ipv4_multi_range_compat, nf_nat_range or nf_nat_range2.
+// decodeTarget returns the destination of an xtables target DNAT. The data is a struct
+// nf_nat_ipv4_multi_range_compat, nf_nat_range or nf_nat_range2, by the revision of the target.
 func decodeTarget(family uint8, b []byte) (netip.AddrPort, error) {
 	const mapIPs, protoSpecified = 1, 2
 	if len(b) < 20 {

@@ -15,24 +15,26 @@ import (
 
 const (
 	// buffer holds the kernel's notifications until the Observer reads them: writing 1,000 Services
-	// with 10,000 endpoints is 14,000 messages, 1.6 MB. The kernel takes the memory only when it is
-	// needed, and without CAP_NET_ADMIN over the node gives net.core.rmem_max at most.
+	// with 10,000 endpoints is 14,000 messages, 1.6 MB. The kernel allocates the memory only when
+	// it is needed. Without CAP_NET_ADMIN in the node's user namespace, it grants net.core.rmem_max
+	// at most.
 	buffer = 64 << 20
-	// answerTimeout is for one answer of the kernel. Five million connections take half of it.
+	// answerTimeout bounds one answer of the kernel. A dump of five million connections takes half
+	// of it.
 	answerTimeout = 20 * time.Second
 	// pageSize is how much of a dump the kernel hands over at once. Small pages make the dump of a
 	// long list quadratic: continuing behind n entries takes n steps. Notifications are smaller
 	// (NLMSG_GOODSIZE).
 	pageSize = 32 << 10
-	// auditEvery is how often what was followed is compared with the kernel's tables: half a second
-	// of CPU for 3,000 Services.
+	// auditEvery is how often the followed tables are compared with the kernel's. One comparison
+	// takes half a second of CPU for 3,000 Services.
 	auditEvery = 5 * time.Minute
-	// absentAfter is how long deleted rules may stay away before they count as absent: kube-proxy
-	// writes them again when it changes its mode.
+	// absentAfter is how long after their deletion rules count as absent. When kube-proxy changes
+	// its mode, it deletes them and writes them again.
 	absentAfter = 10 * time.Second
 	// readLook is how often to check whether a running read has ended.
 	readLook = 10 * time.Millisecond
-	// dumpTries is how often a dump is read until no transaction has ended meanwhile.
+	// dumpTries bounds the attempts to read a dump during which no transaction ends.
 	dumpTries = 100
 )
 
@@ -46,7 +48,8 @@ type commit struct {
 	at         time.Time // when its end was read
 }
 
-// subscription is a socket that receives what the kernel notifies of, grouped by transaction.
+// subscription is a socket that receives the kernel's notifications, and groups them by
+// transaction.
 type subscription struct {
 	conn    *netlink.Conn
 	ours    func(tableID) bool
@@ -54,7 +57,7 @@ type subscription struct {
 	ready   []commit
 }
 
-// subscribe closes conn if it fails.
+// subscribe subscribes conn to the changes of nftables. It closes conn if it fails.
 func subscribe(conn *netlink.Conn, buffer int, ours func(tableID) bool) (*subscription, error) {
 	if err := conn.SetReadBuffer(buffer); err != nil {
 		_ = conn.Close()
@@ -67,7 +70,8 @@ func subscribe(conn *netlink.Conn, buffer int, ours func(tableID) bool) (*subscr
 	return &subscription{conn: conn, ours: ours}, nil
 }
 
-// next waits for the end of a transaction. Deadline zero: for ever.
+// next returns the next transaction, once that has ended. A zero deadline: it waits without a
+// limit.
 func (s *subscription) next(deadline time.Time) (commit, error) {
 	for len(s.ready) == 0 {
 		if err := s.conn.SetReadDeadline(deadline); err != nil {
@@ -102,19 +106,21 @@ func (s *subscription) close() { _ = s.conn.Close() }
 type dumper struct {
 	conn *netlink.Conn
 	ours func(tableID) bool
-	// generation is the number of the last transaction that d has seen. steady: at a moment after
-	// the last dump no transaction was under way, nor had a later one ended.
+	// generation is the number of the last transaction that d has seen. steady reports whether, at
+	// a moment after the last dump, no transaction was in progress and none later than generation
+	// had ended.
 	generation uint32
 	steady     bool
 }
 
-// settle waits until the transaction that is under way, if any, has ended and its notifications are
-// on their way. d is steady if the generation is that of the last call.
+// settle waits until a transaction in progress has ended and its notifications have been sent. It
+// sets steady if the generation is the same as at the last call.
 //
 // The kernel raises the generation before a commit ends, and marks dumps that the commit interrupts
-// only in part: dumps of elements never, others perhaps only in their last message. But an empty
-// transaction takes the lock of transactions too. It names d.generation, so that the kernel refuses
-// it if that is no longer the number; otherwise it changes nothing.
+// only in part: dumps of elements never, others perhaps only in their last message. Therefore
+// settle sends an empty transaction, which has to wait for the kernel's transaction lock. It names
+// d.generation, so the kernel refuses it if the generation has changed. Otherwise it changes
+// nothing.
 func (d *dumper) settle() error {
 	if err := ask(d.conn, request(0, unix.NFNL_MSG_BATCH_BEGIN, 0, unix.AF_UNSPEC,
 		encode32(unix.NFNL_BATCH_GENID, d.generation)),
@@ -141,7 +147,8 @@ func (d *dumper) settle() error {
 	return errors.New("read the generation of nftables: no answer")
 }
 
-// dump calls add with what the kernel answers to message, all of one generation: d.generation.
+// dump calls add with each change of the kernel's answer to message. All of them are of one
+// generation, d.generation. It returns [errChanged] after dumpTries attempts.
 func (d *dumper) dump(ctx context.Context, message int, family uint8, add func(change), attributes ...[]byte) error {
 	var all []change
 	for range dumpTries {
@@ -197,13 +204,15 @@ func (d *dumper) once(message int, family uint8, attributes ...[]byte) (all []ch
 	return all, whole, nil
 }
 
-// tables reads the families' tables, as changes that make them out of nothing, in several dumps of
-// one generation each: from is that of the first, d.generation that of the last.
+// tables reads the families' tables in several dumps, each of one generation. It returns them as
+// the changes that would create them. from is the generation of the first dump, and d.generation
+// that of the last.
 //
-// What no transaction between them touched is the same in all dumps. What one touched is as that
-// left it once it is made on top, whether the dump had it or not: each change names what it makes
-// or unmakes, and can be made twice. So all transactions after from, in their order, bring the
-// tables to the generation of the last one, if that is d.generation or later.
+// An object that no transaction between the dumps changed is the same in all of them. For any other
+// object, applying these transactions on top gives the right result, whether or not the dump
+// contained it: a change names its object and can be applied twice. So the caller applies all
+// transactions after from, in order, up to d.generation or later. The tables then have the
+// generation of the last of these transactions.
 func (d *dumper) tables(ctx context.Context, families []uint8) (all []change, from uint32, err error) {
 	var tables, sets []change
 	add := func(c change) { all = append(all, c) }

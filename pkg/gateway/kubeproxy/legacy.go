@@ -18,16 +18,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The legacy iptables have no notifications. While there is a watch they are read at most every
-// legacyPause and a twentieth of the time; without one, or without rules of kube-proxy's, only
-// looked for every legacyLook.
+// The legacy iptables have no notifications. While there is a watch, they are read at most once per
+// legacyPause, and for at most a twentieth of the time. Otherwise the agent checks every legacyLook
+// whether they exist and whether kube-proxy has written them.
 const (
 	legacyPause = 100 * time.Millisecond
 	legacyShare = 19
 	legacyLook  = time.Second
 )
 
-// legacyState is what is known of the legacy rules of a family.
+// legacyState is the state of knowledge about the legacy rules of a family.
 type legacyState uint8
 
 const (
@@ -36,7 +36,7 @@ const (
 	legacyRead
 )
 
-// errMoved means that the rules became more or less while they were read.
+// errMoved is returned if the size of the rules changed while they were read.
 var errMoved = errors.New("the rules changed while they were read")
 
 // legacyLayout is how the kernel lays a rule out, from linux/netfilter_ipv4/ip_tables.h and
@@ -61,8 +61,8 @@ const (
 	hookPrefix       = "hook " // of the names, which chains do not have with a space, of those that the kernel enters
 )
 
-// legacyExists reports whether this process's network namespace has legacy rules for NAT. Asking
-// the kernel for them would make them.
+// legacyExists reports whether this process's network namespace has legacy rules for NAT. A request
+// to the kernel for the rules would create the table.
 func legacyExists(family uint8) bool {
 	b, err := os.ReadFile("/proc/thread-self/net/" + legacyLayouts[family].names)
 	return err == nil && strings.Contains("\n"+string(b), "\n"+natTable+"\n")
@@ -104,8 +104,9 @@ func getsockopt(fd, level, option int, b []byte) error {
 	return nil
 }
 
-// decodeLegacy returns what the rules do. A chain begins where the kernel enters, or after a rule
-// with the target ERROR, which has its name; rules jump to the offset of its first rule.
+// decodeLegacy returns the rules as a graph. A chain begins where the kernel enters, or after a
+// rule with the target ERROR, which contains the chain's name. Rules jump to the offset of the
+// chain's first rule.
 func decodeLegacy(family uint8, info, b []byte) (*table, error) {
 	layout := legacyLayouts[family]
 	id := tableID{family, legacyTable}
@@ -120,7 +121,8 @@ func decodeLegacy(family uint8, info, b []byte) (*table, error) {
 			starts[binary.NativeEndian.Uint32(info[36+4*hook:])] = fmt.Sprint(hookPrefix, hook)
 		}
 	}
-	// each calls f with each rule: where it and the next one are, its target's name, and its data.
+	// each calls f for each rule with the offsets of that rule and of the next one, the name of its
+	// target, and the target's data.
 	each := func(f func(at, next uint32, name string, data []byte) error) error {
 		for at := 0; at < len(b); {
 			rest := b[at:]
@@ -237,8 +239,8 @@ func (o *Observer) readLegacyOnce() (again bool) {
 	return again
 }
 
-// lookForLegacy makes families Unknown whose legacy rules were not read for want of a watch. The
-// caller holds mu.
+// lookForLegacy marks the families as unread whose legacy rules exist but were not read because
+// there was no watch. The caller holds mu.
 func (o *Observer) lookForLegacy() {
 	for _, family := range families {
 		if o.netns == 0 && o.legacy[family] == legacyAbsent && legacyExists(family) {

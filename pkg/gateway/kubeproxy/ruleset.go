@@ -19,19 +19,19 @@ const (
 	destNode
 )
 
-// node is a chain, a map or a destination of a table. Edges lead from a chain to chains that it
-// jumps to, to maps that give it a verdict or an address, and to destinations that it names; and
-// from a map to what its elements lead to. Equal edges are counted.
+// node is a chain, a map or a destination of a table. Edges lead from a chain to the chains that it
+// jumps to, the maps that give it a verdict or an address, and the destinations that it names.
+// Edges lead from a map to the chains and destinations of its elements. Equal edges are counted.
 type node struct {
 	kind    nodeKind
 	name    string
 	dest    netip.AddrPort
 	in, out map[*node]int
-	// base is of a chain that the kernel enters.
+	// base reports whether the node is a chain that the kernel enters at a hook.
 	base bool
-	// defined: a chain or map is there, and not only led to.
+	// defined reports whether the chain or map exists. Otherwise there is only an edge to it.
 	defined bool
-	// rules are a chain's, by handle; elements a map's, by key.
+	// rules are the rules of a chain, by handle. elements are the elements of a map, by key.
 	rules    map[uint64][]*node
 	elements map[string]*node
 	handle   uint64
@@ -57,7 +57,7 @@ func unlink(from, to *node) {
 	}
 }
 
-// table is what a table does with packets, as a graph. Changes go in by apply, in the kernel's
+// table is a graph of where a table sends packets. The caller applies changes in the kernel's
 // order.
 type table struct {
 	id     tableID
@@ -85,12 +85,12 @@ func (n *node) equal(m *node) bool {
 		maps.EqualFunc(n.elements, m.elements, same)
 }
 
-// iptables reports whether it is the table that iptables-nft shares with all other programs.
+// iptables reports whether t is the nat table of iptables-nft, which other programs also write.
 func (t *table) iptables() bool { return t.id.name != proxyTable }
 
-// follows reports whether chains of that name say where kube-proxy sends. Other programs write to
-// the table of iptables too: CRI-O maps ports of hosts by chains with kube-proxy's prefix, which
-// stay until the pod's sandbox is deleted.
+// follows reports whether a chain of that name can show where kube-proxy sends. Other programs
+// write to the table of iptables too: CRI-O maps host ports by chains with kube-proxy's prefix,
+// which stay until the pod's sandbox is deleted.
 func (t *table) follows(chain string, base bool) bool {
 	return !t.iptables() || base ||
 		strings.HasPrefix(chain, "KUBE-") && chain != "KUBE-HOSTPORTS" && !strings.HasPrefix(chain, "KUBE-HP-")
@@ -122,7 +122,7 @@ func (t *table) destination(d netip.AddrPort) *node {
 	return n
 }
 
-// disconnect takes an edge away, and what is then neither there nor led to.
+// disconnect deletes an edge, and to if that is then neither defined nor the end of another edge.
 func (t *table) disconnect(from, to *node) {
 	unlink(from, to)
 	t.forget(to)
@@ -150,7 +150,8 @@ func (t *table) forget(n *node) {
 	}
 }
 
-// apply makes a change, and reports whether it, made for the first time, changes where packets go.
+// apply makes a change, and reports whether the change, when it is made for the first time, may
+// alter where packets go.
 func (t *table) apply(c *change) bool {
 	switch c.kind {
 	case newTable:
@@ -178,7 +179,7 @@ func (t *table) apply(c *change) bool {
 		t.forget(n)
 		return true
 	case newRule:
-		// Chains come first in a dump, so a rule in an unknown chain does not concern us.
+		// Chains come first in a dump, so a rule in an unknown chain is not followed.
 		n := t.chains[c.name]
 		if n == nil || !n.defined {
 			return false
@@ -233,7 +234,7 @@ func (t *table) addRule(n *node, c *change) bool {
 	for _, name := range c.rule.maps {
 		leads = append(leads, t.mapping(name))
 	}
-	// In a base chain of the table of iptables it is not kube-proxy's.
+	// A destination in a base chain of the table of iptables is not kube-proxy's.
 	if !t.iptables() || !n.base {
 		for _, d := range c.rule.dests {
 			if d.IsValid() {
@@ -290,9 +291,9 @@ func (t *table) dropElement(n *node, key string) bool {
 	return ok
 }
 
-// complete reports whether kube-proxy has written the table: its first transaction has all, as it
-// waits for all Services and EndpointSlices (syncProxyRules). In ipvs mode, which alone has
-// KUBE-NODE-PORT, it writes KUBE-SERVICES too, but packets go elsewhere.
+// complete reports whether kube-proxy has written the table. Its first transaction is complete,
+// because it waits for all Services and EndpointSlices (syncProxyRules). In ipvs mode, which alone
+// has KUBE-NODE-PORT, it writes KUBE-SERVICES too, but packets go elsewhere.
 func (t *table) complete() bool {
 	if t.iptables() {
 		n := t.chains["KUBE-SERVICES"]
@@ -303,12 +304,12 @@ func (t *table) complete() bool {
 	return t.exists && n != nil && n.defined && len(n.rules) > 0
 }
 
-// destinations returns the nodes that a target is: port 0 is every port of its address.
+// destinations returns the nodes of a target. Port 0 stands for every port of the address.
 func (t *table) destinations(target netip.AddrPort) []*node {
 	ports := t.dests[target.Addr()]
 	var all []*node
 	for port, n := range ports {
-		// A destination without a port keeps the one the client asked for, which may be any.
+		// A destination without a port keeps the client's destination port, which may be any.
 		if target.Port() == 0 || port == 0 || port == target.Port() {
 			all = append(all, n)
 		}
@@ -339,7 +340,8 @@ const (
 	sendsToo             // and to others
 )
 
-// sending returns what the table does with target. Destinations that are not going are others.
+// sending returns what the table does with target. Destinations for which going reports false count
+// as others.
 func (t *table) sending(target netip.AddrPort, going func(netip.AddrPort) bool) sending {
 	answer := sendsNothing
 	for _, n := range t.destinations(target) {
@@ -366,7 +368,7 @@ func (t *table) sending(target netip.AddrPort, going func(netip.AddrPort) bool) 
 	return answer
 }
 
-// only reports whether all destinations that n leads to are going.
+// only reports whether going is true for all destinations that n leads to.
 func only(n *node, going func(netip.AddrPort) bool, seen map[*node]bool) bool {
 	if n.kind == destNode {
 		return going(n.dest)
@@ -383,14 +385,14 @@ func only(n *node, going func(netip.AddrPort) bool, seen map[*node]bool) bool {
 const (
 	proxyTable = "kube-proxy"
 	natTable   = "nat"
-	// legacyTable is that of the legacy iptables, of which nftables knows nothing.
+	// legacyTable stands for the nat table of the legacy iptables, which nftables does not show.
 	legacyTable = "nat, legacy"
 )
 
-// families are those that kube-proxy serves.
+// families are the address families that kube-proxy serves.
 var families = []uint8{unix.NFPROTO_IPV4, unix.NFPROTO_IPV6}
 
-// ours reports whether a table is one in which kube-proxy writes where packets go.
+// ours reports whether kube-proxy may write rules for destinations into a table.
 func ours(id tableID) bool {
 	return slices.Contains(families, id.family) && (id.name == proxyTable || id.name == natTable)
 }

@@ -11,14 +11,15 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
-// Config is what the kinds of polled gateways have in common.
+// Config has the settings that all kinds of polled gateways share.
 type Config struct {
-	// Population is the gateway's name, namespace/name of its Deployment for example. Its replicas
-	// have the same one, and each of them has to acknowledge.
+	// Population is the gateway's name, for example namespace/name of its Deployment. All of its
+	// replicas have the same name, and each of them must acknowledge.
 	Population string `json:"population"`
-	// Admin is where this replica answers its operators: http://127.0.0.1:PORT or unix:///PATH.
+	// Admin is the URL of this replica's admin interface: http://127.0.0.1:PORT or unix:///PATH.
 	Admin string `json:"admin"`
-	// Services are those that it routes to, namespace/name. Empty: every Service.
+	// Services are the Services that the gateway routes to, each as namespace/name. Empty: every
+	// Service.
 	Services []string `json:"services,omitempty"`
 }
 
@@ -31,8 +32,8 @@ func (c *Config) Routes() []gateway.Route {
 	return all
 }
 
-// Check implements gateway.Kind. Only the agent's own network namespace can be polled: the address
-// of a Service is that of any replica, and the sockets of another pod are not seen.
+// Check implements gateway.Kind. Only a gateway in the agent's own network namespace can be polled:
+// the address of a Service leads to any replica, and the sockets of another pod are not visible.
 func (c *Config) Check() (errs []error) {
 	if c.Population == "" || c.Population == gateway.Nodes {
 		errs = append(errs, fmt.Errorf("population %q: must name the gateway, for example namespace/name of its "+

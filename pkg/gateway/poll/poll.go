@@ -3,9 +3,9 @@
 //
 // One goroutine polls a gateway, on one connection. The generation of a reading is the life of that
 // connection: a process that has ended cannot answer on it. The answer comes from the gateway's
-// main thread, and its workers follow later. A target is therefore Removed only if a request that
-// began a settle time after the first reading without it has shown the same. A gateway that is
-// stopped in between does not answer such a request.
+// main thread, and its workers apply changes later. A target is therefore Removed only when a
+// request that began a settle time after the first reading without the target has the same result.
+// A gateway that is stopped in between does not answer such a request.
 //
 // Idle is read from the gateway's counts while it lists the target, if it counts requests for each
 // target. Otherwise it is read from the sockets of the network namespace, which the agent shares
@@ -36,35 +36,38 @@ import (
 )
 
 const (
-	// often is between two polls while a pod is watched, seldom otherwise. With watchedShare and
-	// idleShare, which are pauses by the time that a poll takes, the gateway answers for a fifth of
-	// a core at most, and for a fiftieth while nothing is watched.
+	// often is the pause between two polls while a pod is watched, and seldom the pause otherwise.
+	// A pause is also at least watchedShare or idleShare times the duration of a poll. So the
+	// gateway uses at most a fifth of a core for its answers, and a fiftieth while no pod is
+	// watched.
 	often, seldom           = 20 * time.Millisecond, time.Second
 	watchedShare, idleShare = 4, 49
-	// timeout bounds one poll. After it everything is Unknown. A busy Envoy with thousands of hosts
-	// takes more than a second.
+	// timeout bounds one poll. When it expires, all targets are Unknown. A busy Envoy with
+	// thousands of hosts takes more than a second.
 	timeout = 5 * time.Second
 )
 
-// Host is what a gateway says about one target.
+// Host is one target in an answer of a gateway.
 type Host struct {
 	Target netip.AddrPort
 	// State is Routing, Kept or Removed.
 	State health.State
-	// Counted reports whether Active is how many requests run on it or wait for a connection to it.
-	// Open is on how many connections: others are of a host that the gateway had at this address
-	// before, and close when their last request ends.
+	// Counted reports whether Active includes every request that runs on the target or waits for a
+	// connection to it. Open is the number of connections that the target has. Further connections
+	// belong to an earlier host of the gateway at this address, and close when their last request
+	// ends.
 	Counted      bool
 	Active, Open int
-	// Quiet is how long a connection has nothing more to wait for after the target has answered on
-	// it: HTTP/1.1 only. 0: it is waited for until it is closed.
+	// Quiet is the silence after which a connection counts as idle, after an answer or before the
+	// first request. It is for HTTP/1.1 only. 0: a connection counts until it is closed.
 	Quiet time.Duration
-	// Name is in place of a Target that has no address. Which pods it stands for is not known.
+	// Name is set instead of Target if the gateway sends to a name. The pods behind the name are
+	// unknown.
 	Name string
 }
 
-// Read returns every target that a gateway knows. A target that it does not return is Removed. get
-// decodes the answer to a path.
+// Read returns every target that a gateway lists. A target that it does not return is Removed. get
+// requests a path and decodes the answer.
 type Read func(get func(path string, into any) error) ([]Host, error)
 
 // Gateway is an observed gateway that is polled.
@@ -73,8 +76,8 @@ type Gateway struct {
 	read        Read
 	settle      time.Duration
 	log         *slog.Logger
-	// Counts says that every target on which requests may run is a Host that counts them: sockets
-	// are not read.
+	// Counts: every target on which requests may run is a Host that counts them, so sockets are not
+	// read.
 	Counts bool
 
 	mu      sync.Mutex
@@ -82,8 +85,8 @@ type Gateway struct {
 	hosts   []Host // of the last poll, nil if it failed
 	wake    signal.Signal
 	failing bool
-	// uncounted is why sockets could not be read last, named the names that were logged. Only Run
-	// uses them.
+	// uncounted is the last error of reading sockets, and named has the names that were logged.
+	// Only Run uses these two.
 	uncounted string
 	named     map[string]bool
 }
@@ -144,14 +147,15 @@ func (g *Gateway) Run(ctx context.Context) error {
 	}
 }
 
-// connection is one to a process of the gateway, for the goroutine that polls. [http.Transport] has
-// two of its own for each, and ends the connection when the answer is there 50 ms before the one
-// that wrote runs again: where CPU is short, each watch then settled once more.
+// connection is a connection to one process of the gateway, for the polling goroutine alone.
+// [http.Transport] has two goroutines for each connection, and closes it if the answer arrives 50
+// ms before the writing one runs again. On a machine without free CPU, each watch then had to
+// settle again.
 type connection struct {
 	net.Conn
 	answers      *bufio.Reader
 	host, prefix string
-	// ends says that the gateway closes it after this answer.
+	// ends reports whether the gateway closes the connection after this answer.
 	ends bool
 }
 
@@ -171,7 +175,7 @@ func (g *Gateway) dial(ctx context.Context) (*connection, error) {
 	return &connection{Conn: conn, answers: bufio.NewReader(conn), host: cmp.Or(u.Host, "admin"), prefix: prefix}, nil
 }
 
-// poll returns what read makes of the answers.
+// poll calls read with this connection and returns its result.
 func (c *connection) poll(ctx context.Context, read Read) ([]Host, error) {
 	if err := c.SetDeadline(time.Now().Add(timeout)); err != nil {
 		return nil, err
@@ -203,7 +207,7 @@ func (c *connection) get(path string, into any) error {
 	return nil
 }
 
-// adopt updates all watches by a poll that began at a time.
+// adopt updates all watches with the result of a poll that began at began.
 func (g *Gateway) adopt(hosts []Host, err error, began time.Time, generation string) {
 	if err == nil && hosts == nil {
 		hosts = []Host{}
@@ -248,7 +252,7 @@ func (g *Gateway) adopt(hosts []Host, err error, began time.Time, generation str
 	}
 }
 
-// mayCount says which watches need connections counted, and reports whether one does.
+// mayCount marks the watches whose connections must be counted, and reports whether there is one.
 func (g *Gateway) mayCount(hosts []Host) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -265,14 +269,15 @@ type watch struct {
 	g       *Gateway
 	targets []netip.AddrPort
 	changed func()
-	// The rest is guarded by g.mu. since is when all targets were first seen out, in generation.
+	// g.mu guards the fields below. since is when all targets were first seen out, in the
+	// generation of reading.
 	reading          gateway.Reading
 	since            time.Time
 	settling, counts bool
 }
 
-// Watch implements gateway.Observed. The first reading is not better than Routing, because the last
-// poll began before it.
+// Watch implements gateway.Observed. The state of the first reading is Routing at most, because the
+// last poll began before the watch.
 func (g *Gateway) Watch(targets []netip.AddrPort, changed func()) gateway.Watch {
 	w := &watch{g: g, changed: changed}
 	for _, t := range targets {
@@ -288,7 +293,8 @@ func (g *Gateway) Watch(targets []netip.AddrPort, changed func()) gateway.Watch 
 	return w
 }
 
-// of reports whether an address is of the watched targets. A target with port 0 has all ports.
+// of reports whether a belongs to a watched target. A target with port 0 includes all ports of its
+// address.
 func (w *watch) of(a netip.AddrPort) bool {
 	for _, t := range w.targets {
 		if t.Addr() == a.Addr() && (t.Port() == 0 || t.Port() == a.Port()) {
@@ -298,7 +304,7 @@ func (w *watch) of(a netip.AddrPort) bool {
 	return false
 }
 
-// out returns what the gateway does with the targets, Unknown if it could not be read.
+// out returns the lowest state of the watched targets. Unknown: the gateway could not be read.
 func (w *watch) out(hosts []Host) health.State {
 	if hosts == nil || len(w.targets) == 0 {
 		return health.Unknown
@@ -339,7 +345,8 @@ func (w *watch) update(hosts []Host, open []sockets.Socket, unread error, began 
 				continue
 			}
 			waited += h.Active
-			// In several pools: each has to count, or to be quiet.
+			// The target is in several pools. Requests count only if each pool counts them, and the
+			// shortest quiet time holds.
 			if p, known := pools[h.Target]; known {
 				h.Counted, h.Open, h.Quiet = h.Counted && p.Counted, h.Open+p.Open, min(h.Quiet, p.Quiet)
 			}

@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Of struct inet_diag_req_v2 and struct inet_diag_msg in linux/inet_diag.h.
+// Constants for struct inet_diag_req_v2 and struct inet_diag_msg of linux/inet_diag.h.
 const (
 	sockDiagByFamily = 20
 	sockDestroy      = 21
@@ -45,13 +45,14 @@ func List() ([]Socket, error) {
 	return all, nil
 }
 
-// Cookie is what programs in the kernel call the socket.
+// Cookie returns the number that identifies the socket to eBPF programs.
 func (s Socket) Cookie() uint64 {
 	return uint64(binary.NativeEndian.Uint32(s.id[40:])) | uint64(binary.NativeEndian.Uint32(s.id[44:]))<<32
 }
 
-// Close resets the connection if it is still quiet. It reports whether it did. A request that the
-// owner writes between the two, some microseconds, is lost. It needs CAP_NET_ADMIN.
+// Close resets the connection if it is still quiet, and reports whether it did. A request that the
+// owner writes between the check and the reset, some microseconds, is lost. Close needs
+// CAP_NET_ADMIN.
 func (s Socket) Close(after time.Duration) (bool, error) {
 	is, err := ask(netlink.Header{Type: sockDiagByFamily, Flags: netlink.Request}, s)
 	if err == nil && (len(is) != 1 || len(is[0].Data) < messageLen || !parse(is[0].Data).Quiet(after)) {
@@ -69,7 +70,7 @@ func (s Socket) Close(after time.Duration) (bool, error) {
 	return true, nil
 }
 
-// CanClose returns an error if the kernel has no Close.
+// CanClose returns an error if the kernel does not support Close.
 func CanClose() error {
 	_, err := ask(netlink.Header{Type: sockDestroy, Flags: netlink.Request | netlink.Acknowledge},
 		Socket{family: unix.AF_INET}) // which does not exist
@@ -126,9 +127,10 @@ func (s *Socket) info(data []byte) {
 	var info unix.TCPInfo
 	copy(unsafe.Slice((*byte)(unsafe.Pointer(&info)), unsafe.Sizeof(info)), data)
 	sent, received, acknowledged := info.Last_data_sent, info.Last_data_recv, info.Last_ack_recv
-	// An answer acknowledges its request. A request sent in the same tick as the answer before it
-	// is acknowledged alone, 40 ms later, because the other end delays it. Answers to keep-alive
-	// probes come later than keepAlive.
+	// All times here are in milliseconds. An answer also acknowledges its request. A request that
+	// was sent in the same tick as the previous answer gets a separate acknowledgement, 40 ms
+	// later, because the other end delays it. Answers to keep-alive probes come later than
+	// keepAlive.
 	const tick, keepAlive = 10, 10_000
 	alone := acknowledged+tick < received && received-acknowledged < keepAlive
 	if info.Unacked > 0 || info.Notsent_bytes > 0 {

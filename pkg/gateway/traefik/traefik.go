@@ -1,16 +1,16 @@
 // Package traefik observes a Traefik v3 by its API, from the pod that it runs in.
 //
-// /api/rawdata has every service at one moment. A server that is listed in no service is Removed.
-// So is one that is fenced, as Traefik calls the servers whose endpoint is terminating, unless the
-// service is sticky: a cookie reaches a fenced server. A server that failed its health check is
-// not, because it may recover. Traefik has one process, whose routers and API are replaced together
-// within some milliseconds. It applies what a provider says at most every providersThrottleDuration
-// (2 s).
+// /api/rawdata is a snapshot of all services. A server that no service lists is Removed. So is a
+// fenced server, Traefik's term for a server whose endpoint is terminating, unless the service is
+// sticky: cookies still reach a fenced server. A server that failed its health check is not
+// Removed, because it may recover. Traefik is one process, which replaces its routers and its API
+// together within some milliseconds. It applies a provider's changes at most once in each
+// providersThrottleDuration (2 s).
 //
-// Traefik does not count requests by server. Idle is read from the sockets: a connection to a
-// server with the scheme http is not waited for once the server has answered, or was never asked,
-// and nothing has passed for a second. Connections that speak HTTP/2, TLS or TCP are waited for
-// until they are closed, because the bytes on them say nothing about requests.
+// Traefik does not count requests by server. Idle is read from the sockets. A connection to a
+// server with the scheme http counts as idle when nothing has passed on it for a second, after an
+// answer or before the first request. A connection that speaks HTTP/2, TLS or TCP counts until it
+// is closed, because the bytes on it are no evidence about requests.
 //
 // Not seen: responses and uploads that pause for longer than a second, such as server-sent events
 // and WebSockets, which count as idle then; requests that Traefik has read and not sent yet, in the
@@ -33,16 +33,16 @@ import (
 )
 
 const (
-	// settle is how long the entry points take to get the routers that the API shows.
+	// settle is how long the entry points may take to apply the routers that the API already shows.
 	settle = 100 * time.Millisecond
-	// quiet is how long nothing passes on a connection that clients do not use any more.
+	// quiet is the silence after which a connection with plain HTTP/1.1 counts as idle.
 	quiet = time.Second
-	// remember is how long it is known how a server that was removed speaks: longer than Traefik
-	// keeps connections to it (90 s).
+	// remember is how long the quiet time of a removed server is kept: longer than Traefik keeps
+	// connections to the server (90 s).
 	remember = 2 * time.Minute
 )
 
-// Config makes the agent that of one Traefik, in whose pod it runs.
+// Config configures the agent of one Traefik. The agent runs in Traefik's pod.
 type Config struct{ poll.Config }
 
 // Name implements gateway.Kind.
@@ -56,7 +56,7 @@ func (c *Config) Observe(log *slog.Logger) gateway.Observed {
 	return c.Poll((&reader{seen: map[netip.AddrPort]seen{}}).read, settle, log)
 }
 
-// reader remembers how servers speak.
+// reader remembers the quiet time of each server, which depends on its protocol.
 type reader struct{ seen map[netip.AddrPort]seen }
 
 type seen struct {
@@ -125,7 +125,8 @@ func (r *reader) read(get func(path string, into any) error) ([]poll.Host, error
 	return hosts, nil
 }
 
-// parse returns the address of a server, and when a connection to it is quiet.
+// parse returns the address of a server, and the silence after which a connection to it counts as
+// idle. 0: a connection counts until it is closed.
 func parse(link, address string) (target netip.AddrPort, wait time.Duration, ok bool) {
 	if address != "" {
 		target, err := netip.ParseAddrPort(address)

@@ -14,7 +14,7 @@ import (
 // dialer opens the connections of probes, which are too short for TCP keep-alive.
 var dialer = net.Dialer{KeepAlive: -1}
 
-// dial opens a connection that ends by RST.
+// dial opens a connection that sends an RST when it is closed.
 func dial(ctx context.Context, addr netip.AddrPort) (*net.TCPConn, error) {
 	nc, err := dialer.DialContext(ctx, "tcp", addr.String())
 	if err != nil {
@@ -53,7 +53,8 @@ func failure(err error) health.Outcome {
 	return health.Outcome{Kind: health.TCPFailure}
 }
 
-// broken converts an errno to an outcome. A lack of resources here is not the target's fault.
+// broken converts an errno to an outcome. A lack of resources or permission on this machine is
+// [health.OutcomeUnknown].
 func broken(errno syscall.Errno) health.Outcome {
 	kind := health.TCPFailure
 	switch errno {

@@ -19,10 +19,10 @@ import (
 )
 
 const (
-	// maxMessage bounds what is read of a HealthCheckResponse, which takes 7 bytes with its prefix,
-	// and unknown fields.
+	// maxMessage bounds a HealthCheckResponse, in bytes. The response takes 7 bytes with its
+	// prefix, and more with unknown fields.
 	maxMessage = 1024
-	// maxCall bounds what is read of a connection in all, in bytes.
+	// maxCall bounds the bytes that are read from one connection.
 	maxCall = 64 << 10
 	// servingBase is added to the serving status in [health.Outcome.Code], to keep it apart from
 	// the gRPC statuses 1 to 16.
@@ -32,7 +32,7 @@ const (
 
 // callHealth calls grpc.health.v1.Health/Check on a connection of its own, by HTTP/2 without TLS.
 func callHealth(ctx context.Context, job *health.Job) health.Outcome {
-	// Not by the transport, whose dials continue after the context has ended.
+	// The transport does not dial, because its dials would continue after the end of ctx.
 	raw, err := dial(ctx, address(job))
 	if err != nil {
 		return failure(err)
@@ -48,7 +48,7 @@ func callHealth(ctx context.Context, job *health.Job) health.Outcome {
 		DialContext: func(context.Context, string, string) (net.Conn, error) { return conn, nil },
 		Protocols:   plain, DisableKeepAlives: true, DisableCompression: true, MaxResponseHeaderBytes: maxCall,
 	}
-	// The message: one field, number 1, the service as a string. An empty one is left out.
+	// The message has one field, number 1: the service as a string. An empty service is omitted.
 	var message []byte
 	if s := job.Check.Service; s != "" {
 		message = protowire.AppendString(protowire.AppendTag(message, 1, protowire.BytesType), s)
@@ -61,7 +61,7 @@ func callHealth(ctx context.Context, job *health.Job) health.Outcome {
 		Host:   host(job),
 		Header: http.Header{"Content-Type": {"application/grpc"}, "Te": {"trailers"},
 			"User-Agent": {"lameduck-health"}},
-		// Without GetBody, it is not sent again.
+		// Without GetBody, the transport does not send the request again.
 		Body: io.NopCloser(bytes.NewReader(body)), ContentLength: int64(len(body)),
 	}).WithContext(ctx)
 	resp, err := transport.RoundTrip(req) //nolint:bodyclose // its connection is closed
@@ -116,8 +116,7 @@ func judgeHealth(resp *http.Response, body []byte) health.Outcome {
 	return health.Outcome{Kind: health.HTTPFailure, Code: uint16(code)}
 }
 
-// servingStatus reads a HealthCheckResponse with the prefix of gRPC. Fields that it does not know
-// are skipped.
+// servingStatus reads a HealthCheckResponse with the prefix of gRPC. Unknown fields are skipped.
 func servingStatus(b []byte) (int, bool) {
 	if len(b) < 5 || b[0] != 0 || int(binary.BigEndian.Uint32(b[1:])) != len(b)-5 {
 		return 0, false

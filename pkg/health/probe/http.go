@@ -13,7 +13,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// maxAnswer bounds what is read of one answer, in bytes. No body changes the outcome.
+// maxAnswer bounds the bytes that are read of one answer. Its body does not affect the outcome.
 const maxAnswer = 16 << 10
 
 // malformed is the outcome of an answer that violates the protocol.
@@ -72,7 +72,7 @@ func (a *answer) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// judge reads the head of the answer.
+// judge reads the head of the answer and returns the outcome.
 func (a *answer) judge(c *health.Check) health.Outcome {
 	b := bufio.NewReaderSize(a, 1024)
 	// A peer with another protocol may never end its first line.
@@ -118,7 +118,7 @@ func appendGet(b []byte, job *health.Job) []byte {
 	return append(b, "\r\n"...)
 }
 
-// has reports whether headers, lines as of [health.Check], have one of that name.
+// has reports whether headers contain one with that name. headers are lines as in [health.Check].
 func has(headers, name string) bool {
 	for line := range strings.SplitSeq(headers, "\r\n") {
 		if of, _, _ := strings.Cut(line, ":"); strings.EqualFold(of, name) {

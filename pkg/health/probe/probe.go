@@ -16,7 +16,7 @@ type Source interface {
 	// Due appends to jobs at most max probes that are due at now, and returns when to ask again
 	// (zero: when woken).
 	Due(now time.Time, jobs []health.Job, max int) ([]health.Job, time.Time)
-	// Report records an outcome. It reports whether that counts.
+	// Report records an outcome, and reports whether it counts.
 	Report(now time.Time, job health.Job, outcome health.Outcome) bool
 }
 
@@ -26,7 +26,7 @@ type Observer interface {
 	// Finished is called when a probe of protocol ended.
 	Finished(protocol health.Protocol, outcome health.Outcome)
 	// InFlight is called whenever one of the numbers may have changed: probes in flight, and probes
-	// that wait for capacity. full reports that the bound is reached, so that schedules slip.
+	// that wait for capacity. full reports whether the bound is reached. Probes are then late.
 	InFlight(flying, waiting int, full bool)
 }
 
@@ -44,7 +44,8 @@ type Runner struct {
 	Source Source
 	// Observer may be nil.
 	Observer Observer
-	// Roots verify HTTPS targets whose check says so. Nil: the system's.
+	// Roots verify the certificates of HTTPS targets whose check has Verify. Nil: the system's
+	// roots.
 	Roots *x509.CertPool
 	// MaxInFlight bounds the probes in flight, and so the sockets. Targets that did not answer the
 	// last time get half of it. 0: 32768, or a quarter of the process's limit of descriptors if

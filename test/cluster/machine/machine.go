@@ -1,6 +1,6 @@
-// Package machine is real Kubernetes nodes, several on one computer: each has namespaces of its own
-// with a containerd, a kubelet, a kube-proxy and a network for its pods, and is plugged into one
-// bridge with the control plane and the others.
+// Package machine runs several real Kubernetes nodes on one computer. Each has namespaces of its
+// own with a containerd, a kubelet, a kube-proxy and a network for its pods. One bridge connects
+// the nodes and the control plane.
 //
 //	func TestMain(m *testing.M) { cluster.MainAsRoot(m) }
 //
@@ -10,19 +10,18 @@
 //		...
 //	}
 //
-// It takes root and some packages of the system ([Installed] says which). All that a machine does
-// happens in its own mount, network, process and host name namespaces, so killing its first process
-// switches it off as a power cut does: processes, mounts, packet filter rules and pods are gone at
-// once. That process dies with the test, however the test dies. What the kernel keeps, control
-// groups, is removed by [Set.Stop], else when the program ends, else by root's next
-// [cluster.Enter].
+// It needs root and some system packages ([Installed] names the missing ones). A machine runs
+// entirely in its own mount, network, process and host name namespaces. So killing its first
+// process acts like a power cut: its processes, mounts, packet filter rules and pods disappear at
+// once. That process ends with the test, however the test ends. The kernel keeps only the control
+// groups. [Set.Stop] removes them, else the end of the program, else root's next [cluster.Enter].
 //
-// What is real: containerd, runc, CNI, kubelet, kube-proxy, the kernel's packet filter and
-// connection tracking, one per machine; that machines can be cut off. What is not: they share a
-// kernel and its clock, memory pressure is that of the whole computer and so are the CPUs, nothing
-// is reserved, there is no cluster DNS, images are never pulled, the API server has no IPv6
-// address, and the kubelet's own API authenticates no client. Settings of the kernel that kubelets
-// change are shown to them as files.
+// Each machine has its own real containerd, runc, CNI, kubelet, kube-proxy, packet filter and
+// connection tracking, and can be disconnected. Unlike real nodes, machines share a kernel, its
+// clock, and the memory pressure and CPUs of the computer, and nothing is reserved. There is no
+// cluster DNS, images are never pulled, the API server has no IPv6 address, and the kubelet's own
+// API authenticates no client. In place of the kernel settings that kubelets change, kubelets see
+// ordinary files.
 package machine
 
 import (

@@ -321,8 +321,8 @@ func (s *Set) each(do func(*Machine) error) error {
 	return errors.Join(errs...)
 }
 
-// Installed is nil if this system has all that machines are made of, else it says what is missing
-// and what to do.
+// Installed returns an error that names the missing programs and the remedy. Nil: this system has
+// all programs that machines need.
 func Installed() error {
 	var missing []string
 	for _, name := range []string{"containerd", "containerd-shim-runc-v2",

@@ -2,7 +2,7 @@
 // to it as processes of the machine, so that a test can have real Deployments, rollouts, drains and
 // evictions without containers, images or root.
 //
-// What it does as the kubelet does, because Lameduck is about it:
+// It behaves like the kubelet in the following, on which Lameduck depends:
 //
 //   - it is user system:node:NAME in group system:nodes, keeps a Node object with a Ready
 //     condition, and a Lease;
@@ -19,7 +19,7 @@
 //     secret, projected and downwardAPI, replaced atomically when their source changes;
 //     ServiceAccount tokens bound to the pod, renewed.
 //
-// What it does not do:
+// It differs from the kubelet in the following:
 //
 //   - Images. A container's command is a program of this machine. [Options.Images] can give an
 //     image's entry point; otherwise the image is ignored, and a container without a command does

@@ -1,11 +1,11 @@
 // Package apiserver has no code, only tests: they pin what Lameduck relies on in the API server and
-// in its clients, against a real control plane. Kubernetes promises little of it, most of it is
-// known from its source, and all of it decides whether a pod is deleted before its gateways have
-// let go.
+// in its clients, against a real control plane. Kubernetes documents little of this behavior, and
+// most of it is known only from its source. All of it affects whether a pod is deleted before its
+// gateways have stopped routing to it.
 //
-// They do not test Lameduck. When one of them fails, a later Kubernetes behaves differently, and
-// the comment above the test says which part of Lameduck has lost its ground. The facts, by the
-// numbers that the comments use:
+// They do not test Lameduck. If one of them fails, a later Kubernetes behaves differently. The
+// comment above the test names the part of Lameduck that relies on the old behavior. The facts, by
+// the numbers that the comments use:
 //
 //   - F1: an eviction is reviewed as CREATE of pods/eviction and never as DELETE of pods; its dry
 //     run has two places.

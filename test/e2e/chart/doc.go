@@ -1,4 +1,4 @@
-// Package chart runs Helm on the chart, on a real node: install, test, upgrade, rollback and
-// uninstall, by Helm 3 and Helm 4, then the values of clusters of many kinds, and a registry that
-// demands credentials. Its tests are too long for CI: build tag long.
+// Package chart tests the Helm chart on a real node: install, test, upgrade, rollback and
+// uninstall, with Helm 3 and Helm 4. It also tests the values of many kinds of clusters, and a
+// registry that demands credentials. Its tests are too long for CI: build tag long.
 package chart

@@ -1,5 +1,6 @@
-// Command demo shows what Lameduck is for: the same rolling update under load three times,
-// unprotected, with a preStop sleep, and with Lameduck, on a real control plane and a real HAProxy.
+// Command demo shows the effect of Lameduck. It runs the same rolling update under load three
+// times, unprotected, with a preStop sleep, and with Lameduck, on a real control plane and a real
+// HAProxy.
 package main
 
 import (

@@ -20,8 +20,8 @@
 //     their latency includes it) and Skipped (never sent, MaxInFlight was reached). A run with many
 //     of either says little about the server.
 //
-// A request belongs to the phase in which it was due, so one that dies in a rollout may be counted
-// just before the mark.
+// A request belongs to the phase in which it was due. So a request that fails during a rollout may
+// be counted in the phase before the rollout.
 //
 // Known flaws: plain HTTP/1.1 only; requests have no body; a delay of the kernel in handing over a
 // response counts as the server's.

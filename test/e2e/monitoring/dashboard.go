@@ -1,5 +1,5 @@
 // Package monitoring has the Grafana dashboard as code, and tests of it, of the alert rules and of
-// the metrics. Operators install what is in manifests/monitoring.
+// the metrics. Operators install the files in manifests/monitoring.
 package monitoring
 
 import (

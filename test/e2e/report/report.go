@@ -1,9 +1,9 @@
-// Package report renders what the demo measured: one rollout three times, unprotected, with the
-// usual sleep in preStop, and with Lameduck. Its functions are pure: the numbers in, text or JSON
-// out.
+// Package report renders the measurements of the demo: one rollout three times, unprotected, with
+// the usual sleep in preStop, and with Lameduck. Its functions are pure: they convert numbers to
+// text or JSON.
 //
-// What was not measured is shown as "-" (null in JSON where there is no honest number), never as 0:
-// a Run without requests, a Spread of nothing.
+// A value that was not measured is shown as "-" in text, and as null in JSON if no number would be
+// true. It is never 0. Examples are a Run without requests and a Spread without values.
 package report
 
 import (
@@ -36,8 +36,8 @@ func (r Run) MarshalJSON() ([]byte, error) {
 	return json.Marshal(plain(r))
 }
 
-// Spread sums up what was measured several times. The zero Spread means not at all: it is null in
-// JSON.
+// Spread sums up several measurements of one value. The zero Spread has no measurement: it is null
+// in JSON.
 type Spread struct {
 	Min    float64 `json:"min"`
 	Median float64 `json:"median"`

@@ -1,3 +1,3 @@
-// Package scale has no code, only a test: what a thousand agents cost one coordinator. make
-// e2e-long PARTS=scale runs it.
+// Package scale has no code, only a test: it measures the cost of a thousand agents for one
+// coordinator. make e2e-long PARTS=scale runs it.
 package scale

@@ -1,3 +1,4 @@
-// Package soak has no code, only a test: many pods, one after the other, through hold and barrier,
-// and what that leaves in the processes of Lameduck. make e2e-long PARTS=soak runs it.
+// Package soak has no code, only a test: many pods pass the hold and the barrier one after the
+// other. The test measures the resources that Lameduck's processes keep. make e2e-long PARTS=soak
+// runs it.
 package soak

@@ -1,6 +1,6 @@
-// Command kubernetes-build builds the control plane that the tests run, or with the argument
-// upstream the end-to-end tests of Kubernetes, unless they are built already, and prints the folder
-// that they are in.
+// Command kubernetes-build builds the control plane that the tests run. With the argument upstream,
+// it builds the end-to-end tests of Kubernetes instead. It does not rebuild existing programs. It
+// prints the directory of the programs.
 package main
 
 import (

@@ -1,6 +1,6 @@
 // Package cgroup makes and removes the control groups of test machines, in version 2 and in every
-// mounted hierarchy of version 1. Control groups are all that does not disappear with the processes
-// of a test.
+// mounted hierarchy of version 1. Only control groups remain after the processes of a test have
+// ended.
 package cgroup
 
 import (

@@ -1,6 +1,6 @@
 // Package pid1 is the first process of a test machine: it sets up the machine's namespaces, reports
-// that it has, and reaps orphaned processes. When it is killed the kernel kills all processes of
-// the machine, and drops its mounts and network.
+// when they are ready, and reaps orphaned processes. When it is killed, the kernel kills all
+// processes of the machine and removes its mounts and network.
 package pid1
 
 import (

@@ -1,8 +1,8 @@
 // Package process runs programs that cannot outlive the program that started them.
 //
-// Each program gets its own process group. When it exits, what is left of its group is killed
-// before its process id can be reused. When the starting program dies, for whatever reason, the
-// kernel kills it.
+// Each program gets its own process group. When it exits, the rest of its group is killed before
+// its process ID can be reused. When the starting program dies, for whatever reason, the kernel
+// kills it.
 package process
 
 import (
