@@ -33,13 +33,14 @@ const (
 	// learnTimeout is how long the agent waits for the coordinators' open drains before it programs
 	// the gateway without them.
 	learnTimeout = 3 * time.Second
-	// servicesTimeout is how long the gateway waits for the Services' annotations when the agent
-	// starts: without them no target is known to have a check, so that targets which an earlier
-	// agent had taken out for their health would be routed again.
+	// servicesTimeout is how long a starting agent waits for the Services' annotations before it
+	// programs the gateway. Without annotations no target has a check, and targets that an earlier
+	// process had removed as unhealthy would be routed again.
 	servicesTimeout = time.Second
 )
 
-// runDirected builds everything in the order of dependency and runs it until ctx is done.
+// runDirected creates all parts of an agent that directs a gateway, each after the parts that it
+// depends on, and runs them until ctx is done.
 func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bundle *discovery.Bundle,
 	g gateway.Directed, log *slog.Logger) error {
 	registry := newRegistry()
@@ -147,7 +148,7 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 	return serve.All(ctx, append(tasks, server.Task())...)
 }
 
-// directedOps answers operators and their tools.
+// directedOps returns the handler for metrics, health and /v1/targets.
 func directedOps(registry *prometheus.Registry, following *serving.Health, start *starting, endpoints *source.Endpoints,
 	targets http.Handler) http.Handler {
 	r := opsRouter(registry, following, func() string {

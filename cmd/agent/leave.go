@@ -8,14 +8,15 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
-// leaveTimeout bounds how long a stopping agent takes to check its gateway and to tell coordinators
-// that it leaves.
+// leaveTimeout bounds how long a stopping agent takes to check its gateway and to send coordinators
+// its last message.
 const leaveTimeout = 2 * time.Second
 
-// leaving is the end of an agent. If its gateway has ended before it, as it does where the agent is
-// a native sidecar, the agent tells coordinators not to wait for it.
+// leaving is the end of an agent. If the gateway has ended first, as it does where the agent is a
+// native sidecar, the agent sends coordinators a last message, after which they no longer wait for
+// it.
 type leaving struct {
-	// gateway has no other caller by then.
+	// gateway has no other caller when leaving uses it.
 	gateway gateway.Directed
 	// programmed reports whether the gateway was ever programmed.
 	programmed func() bool
@@ -23,8 +24,8 @@ type leaving struct {
 	log        *slog.Logger
 }
 
-// outlive runs streams until ctx is done, and then until coordinators have received the last
-// message.
+// outlive runs streams until ctx is done and, if the gateway has ended, until coordinators have
+// received the last message, for leaveTimeout at most.
 func (l *leaving) outlive(ctx context.Context, streams func(context.Context) error) error {
 	inner, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()

@@ -27,8 +27,8 @@ import (
 
 func main() { cli.Main("agent", run) }
 
-// run is the whole program. getenv gives KUBECONFIG and the variables to which the configuration
-// file refers as ${NAME}.
+// run is the whole program. getenv returns KUBECONFIG, NODE_NAME and the variables that the
+// configuration file refers to as ${NAME}.
 func run(ctx context.Context, args []string, getenv func(string) string, stdout, stderr io.Writer) error {
 	if len(args) > 0 && args[0] == "record" {
 		return record.Run(ctx, args[1:], stdout, stderr)

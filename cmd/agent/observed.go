@@ -29,17 +29,18 @@ import (
 )
 
 const (
-	// waitGrace is how long hooks that wait are still served once the node agent is told to stop.
-	// It is longer than hooks wait for connections that stay, and shorter than the time that the
-	// manifests give the agent to stop.
+	// waitGrace is how long a node agent that gets SIGTERM still serves waiting hooks. It is longer
+	// than hooks wait for open connections, and shorter than terminationGracePeriodSeconds in the
+	// manifests.
 	waitGrace = 25 * time.Second
 	// waitConns bounds the connections of hooks: each hook has one.
 	waitConns = 2048
-	// absentEvery is how often to check whether the gateway can be observed.
+	// absentEvery is the interval at which the agent checks whether the gateway is absent.
 	absentEvery = 200 * time.Millisecond
 )
 
-// runObserved builds everything in the order of dependency and runs it until ctx is done.
+// runObserved creates all parts of an agent that observes a gateway, each after the parts that it
+// depends on, and runs them until ctx is done.
 func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bundle *discovery.Bundle,
 	g gateway.Observed, log *slog.Logger) error {
 	registry := newRegistry()
@@ -54,7 +55,7 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 	following := serving.New(o.file.HealthTimeout.Duration)
 	posts := metrics.NewClient(registry, wire.DeclarationsPath, wire.ReportsPath, wire.BarriersPath)
 
-	// Tasks that hooks need for their answers end after them.
+	// Tasks that hooks need for their answers are Last: they end after the hooks.
 	tasks := []serve.Task{
 		{Name: "gateway", Run: g.Run, Last: true},
 		{Name: "observed", Last: true, Run: func(ctx context.Context) error {
@@ -113,11 +114,12 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 			close(leave)
 			return nil
 		}})
-	// The process that has an address of hooks, and keeps it, need not be an agent.
+	// missing counts the wait addresses at which this agent does not listen yet. The process that
+	// listens there instead need not be an agent, so /readyz reports it.
 	var missing atomic.Int64
 	missing.Store(int64(len(o.file.WaitAddresses)))
 	for _, address := range o.file.WaitAddresses {
-		// It keeps listening while hooks wait: otherwise new hooks would be refused, and end
+		// The server keeps listening while hooks wait. Otherwise new hooks would be refused and end
 		// immediately.
 		task, err := listen.Address{
 			Address: address, Shared: true, Ready: pods.Synced, Got: func() { missing.Add(-1) }, Leave: leave, Log: log,
@@ -139,8 +141,8 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 		}
 		return ""
 	})
-	// Not shared, so that a probe always reaches the same agent. While the other one has the
-	// address, that is the other one.
+	// Not shared, so that probes always reach the same agent. During an update that is the old
+	// agent until it ends.
 	opsTask, err := listen.Address{Address: o.metrics, Log: log}.Task(opsServer(ops, log))
 	if err != nil {
 		return fmt.Errorf("listen: %w", err)
@@ -149,9 +151,9 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 	return serve.All(ctx, append(tasks, opsTask)...)
 }
 
-// followAbsent declares, until ctx is done, whether this agent can observe what sends to pods. If
-// its gateway is absent, something else chooses the pod behind a Service's address: then the agent
-// can acknowledge nothing, and drains do not wait for it.
+// followAbsent checks until ctx is done whether the gateway is absent from this node, and declares
+// each change to coordinators. If kube-proxy is absent, another program chooses the pod behind a
+// Service's address. The agent then cannot acknowledge, and drains do not wait for it.
 func followAbsent(ctx context.Context, g gateway.Observed, routes []drain.Route, declare func([]drain.Route),
 	log *slog.Logger) error {
 	absent := slices.Clone(routes)

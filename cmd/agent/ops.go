@@ -29,8 +29,8 @@ func newRegistry() *prometheus.Registry {
 	return registry
 }
 
-// opsRouter answers operators and their tools. missing returns what the agent still waits for
-// before it is ready; empty: it is ready.
+// opsRouter returns the routes for metrics and health. missing returns what the agent still waits
+// for before it is ready. Empty: it is ready.
 func opsRouter(registry *prometheus.Registry, following *serving.Health, missing func() string) *mux.Router {
 	r := mux.NewRouter()
 	r.Methods(http.MethodGet).Path("/metrics").Handler(promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))

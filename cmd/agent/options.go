@@ -20,21 +20,21 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// apiVersion and kind are those of a configuration file.
+// apiVersion and kind are the required values of these fields in a configuration file.
 const (
 	apiVersion = config.APIVersion
 	kind       = "AgentConfiguration"
 )
 
-// healthTimeout is how long a change may wait for the gateway, unless the file says otherwise:
-// twice the 30 s in which kube-proxy synchronises, which is kube-proxy's own limit.
+// healthTimeout is the default of the file's healthTimeout. It is kube-proxy's own limit: twice its
+// synchronization period of 30 s.
 const healthTimeout = 2 * 30 * time.Second
 
-// defaultWaitAddress is where hooks ask, unless the file says otherwise: the kubelet, on the
-// loopback.
+// defaultWaitAddress is the default of the file's waitAddresses. On the loopback address only the
+// kubelet's hooks reach the agent.
 const defaultWaitAddress = "127.0.0.1:9447"
 
-// minHealthyPercent is health.Options.UsablePercent, unless the file says otherwise.
+// minHealthyPercent is the default of the file's health.minHealthyPercent.
 const minHealthyPercent = 50
 
 // options are the validated command line and configuration file.
@@ -44,54 +44,60 @@ type options struct {
 	nodeName   string
 	logLevel   slog.Level
 	file       file
-	// kind is the gateway of the file. directed is made from it if it can be directed.
+	// kind is the kind of gateway in the file. directed is the gateway itself; nil: the gateway is
+	// observed.
 	kind     gateway.Kind
 	directed gateway.Directed
 }
 
-// file is the configuration file. Its comments are the descriptions in schemas/agent.json too.
+// file is the configuration file. The comments of its fields are also the descriptions in
+// schemas/agent.json.
 type file struct {
 	// APIVersion is lameduck.io/v1alpha1.
 	APIVersion string `json:"apiVersion"`
 	// Kind is AgentConfiguration.
 	Kind string `json:"kind"`
-	// Coordinators says where they are. Absent: the agent only follows EndpointSlices, and
-	// acknowledges nothing.
+	// Coordinators configures how the agent finds and verifies the coordinators. Absent: the agent
+	// only follows EndpointSlices, and acknowledges nothing.
 	Coordinators *discovery.Config `json:"coordinators,omitempty"`
-	// Gateway is the one that this agent directs or observes: exactly one of its keys is given.
+	// Gateway is the gateway that this agent directs or observes. Exactly one of its keys is
+	// required.
 	Gateway kinds.Gateway `json:"gateway"`
-	// Health is for gateways whose pools the agent owns: haproxy, apisix.
+	// Health configures health checks. It is allowed only with gateways whose pools the agent owns:
+	// haproxy, apisix.
 	Health *healthFile `json:"health,omitempty"`
-	// WaitAddresses are where the hooks of a node's pods ask: host:port, on the loopback for the
-	// kubelet, at the node's address for the pods. For observed gateways. Empty: 127.0.0.1:9447.
+	// WaitAddresses are the host:port addresses at which a node agent answers preStop hooks: on the
+	// loopback for hooks of the kubelet, on the node's address for hooks in pods. Empty:
+	// 127.0.0.1:9447. Other agents must not set it.
 	WaitAddresses []string `json:"waitAddresses,omitempty"`
-	// EndpointsLag delays every change of EndpointSlices on its way to the gateway. It imitates a
-	// slow control plane, for demonstrations and tests; exclusions are not delayed.
+	// EndpointsLag delays every change of EndpointSlices on its way to the gateway. It simulates a
+	// slow control plane, for demonstrations and tests. Exclusions are not delayed.
 	EndpointsLag duration `json:"endpointsLag,omitempty"`
-	// StateDir is where exclusions are kept, so that the agent has them when it starts again: a
-	// folder that outlives the container, and that no other agent uses. Empty: the folder of
-	// gateway.haproxy.serversFile, which has to outlive it too; without one nothing is kept.
+	// StateDir is a folder in which the agent keeps its exclusions, so that it has them when it
+	// starts again. The folder must outlive the container, and no other agent may use it. Empty:
+	// the folder of gateway.haproxy.serversFile, which then must outlive the container; with other
+	// gateways nothing is kept.
 	StateDir string `json:"stateDir,omitempty"`
 	// HealthTimeout is how long a change may wait for the gateway before /livez and /healthz fail.
-	// 0: a minute.
+	// 0: 1 minute.
 	HealthTimeout duration `json:"healthTimeout,omitempty"`
 }
 
-// healthFile is about the health of targets.
+// healthFile configures the health checks of targets.
 type healthFile struct {
-	// MinHealthyPercent of the routable targets of a pool must be healthy, or all of them get
-	// traffic. 0: 50.
+	// MinHealthyPercent is the percentage of a pool's routable targets that must be healthy. If
+	// fewer are, all of them get traffic. 0: 50.
 	MinHealthyPercent int `json:"minHealthyPercent,omitempty"`
-	// IgnoreAnnotations has only the checks of this file count: the annotation
-	// lameduck.io/health-check of Services is not read. Tenants who may write it decide what the
-	// agent probes.
+	// IgnoreAnnotations: use only the checks in this file, and do not read the annotation
+	// lameduck.io/health-check of Services. Set it if tenants may annotate Services but must not
+	// choose what the agent probes.
 	IgnoreAnnotations bool `json:"ignoreAnnotations,omitempty"`
 }
 
 type duration = config.Duration
 
-// parse reads the command line and the file that it names. Its errors wrap cli.ErrUsage and name
-// field and value, or are flag.ErrHelp.
+// parse reads the command line and the file that it names. An error is flag.ErrHelp or
+// cli.ErrPrinted, or wraps cli.ErrUsage and names the field and the value.
 func parse(args []string, getenv func(string) string, help io.Writer) (options, error) {
 	var o options
 	var path string
@@ -159,7 +165,7 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	return o, nil
 }
 
-// read decodes and checks a configuration file. Unknown fields are refused.
+// read decodes and checks a configuration file, and sets its defaults. Unknown fields are an error.
 func (f *file) read(content []byte, getenv func(string) string) (gateway.Kind, error) {
 	if err := config.Read(content, getenv, f); err != nil {
 		return nil, err
@@ -169,8 +175,8 @@ func (f *file) read(content []byte, getenv func(string) string) (gateway.Kind, e
 	return kind, err
 }
 
-// onNode reports whether the agent is a node agent, which answers the hooks of the node's pods.
-// Other agents are each beside a replica of their gateway.
+// onNode reports whether the agent is a node agent, which answers the hooks of the node's pods. Any
+// other observing agent runs beside one replica of its gateway.
 func onNode(kind gateway.ObservedKind) bool {
 	return kind.Observe(slog.New(slog.DiscardHandler)).Population() == gateway.Nodes
 }

@@ -9,15 +9,16 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
-// starting delays the programming of the gateway until it is known which pods must not be in it.
+// starting delays the programming of the gateway until the agent knows which pods to exclude, or
+// until learnTimeout and servicesTimeout are over.
 type starting struct {
 	director *gateway.Director
 	// learned is closed when every coordinator has sent its open drains. Nil: there is no
 	// coordinator.
 	learned <-chan struct{}
-	// checks is closed when it is known how targets are probed.
+	// checks is closed when the health checks of all Services are known.
 	checks <-chan struct{}
-	// unlearned counts starts without learned.
+	// unlearned counts a start at which learnTimeout was over before learned was closed.
 	unlearned func()
 	log       *slog.Logger
 

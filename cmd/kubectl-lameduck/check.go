@@ -29,22 +29,23 @@ import (
 )
 
 const (
-	// nodeAgents are the labels of the node agents' pods.
+	// nodeAgents is the label selector of the node agents' pods.
 	nodeAgents = "app.kubernetes.io/name=lameduck,app.kubernetes.io/component=node"
 	// ordinalLabel on a coordinator's pod is the number of its entry.
 	ordinalLabel = "lameduck.io/ordinal"
-	// admissionPort is where coordinators answer the API server if their pods do not name it.
+	// admissionPort is the port for admission reviews of a coordinator whose pod has no container
+	// port with the name admission.
 	admissionPort = 9443
 )
 
-// checked is what check prints.
+// checked is the output of check.
 type checked struct {
 	metav1.TypeMeta `json:",inline"`
 	Findings        []check.Finding `json:"findings"`
 }
 
-// diagnose prints what is wrong with an installation, or in the way of one. The error says how much
-// that is.
+// diagnose prints the faults of an installation or, with --pre, the obstacles to one. It returns an
+// error if it found errors, or warnings with --strict, or if something could not be checked.
 func diagnose(ctx context.Context, o options, kube kubernetes.Interface, out io.Writer) error {
 	var findings []check.Finding
 	if o.pre {
@@ -85,7 +86,8 @@ func diagnose(ctx context.Context, o options, kube kubernetes.Interface, out io.
 	return nil
 }
 
-// gather reads what is to be judged. An error is why nothing could be.
+// gather reads the facts that [check.Facts.Findings] judges. It returns an error only if the API
+// server does not answer. An object that it could not read becomes a finding.
 func gather(ctx context.Context, o options, kube kubernetes.Interface) (check.Facts, error) {
 	f := check.Facts{Now: time.Now(), System: o.system, Labels: o.selector}
 	ahead, err := clock(ctx, o)
@@ -153,7 +155,8 @@ func gather(ctx context.Context, o options, kube kubernetes.Interface) (check.Fa
 	return f, nil
 }
 
-// inspect has one entry answer, and reads the certificate of its coordinator.
+// inspect sends a test deletion through one entry, and reads the certificate of the entry's
+// coordinator.
 func inspect(ctx context.Context, o options, kube kubernetes.Interface, namespaces []corev1.Namespace, all replicas,
 	e *check.Entry, unread func(string, error)) {
 	ordinal := -1
@@ -172,8 +175,8 @@ func inspect(ctx context.Context, o options, kube kubernetes.Interface, namespac
 	}
 }
 
-// waiting returns a namespace whose deletions an entry is asked about: the given one or, without
-// one, default or another.
+// waiting returns a namespace whose deletions the entry is called for: given if that is not empty,
+// otherwise default or the first one that selector matches.
 func waiting(given string, all []corev1.Namespace, selector *metav1.LabelSelector) string {
 	by, err := metav1.LabelSelectorAsSelector(selector)
 	i := slices.IndexFunc(all, func(n corev1.Namespace) bool { return err == nil && by.Matches(labels.Set(n.Labels)) })
@@ -187,8 +190,8 @@ func waiting(given string, all []corev1.Namespace, selector *metav1.LabelSelecto
 	return all[i].Name
 }
 
-// certificateOf returns the certificate that a coordinator shows a caller who wants that name, and
-// those that come with it. The caller judges them.
+// certificateOf returns the certificate chain that a coordinator serves for a server name. It does
+// not verify the chain.
 func certificateOf(ctx context.Context, o options, r *replica, port int, name string) ([]*x509.Certificate, error) {
 	ctx, cancel := context.WithTimeout(ctx, o.timeout)
 	defer cancel()
@@ -204,8 +207,8 @@ func certificateOf(ctx context.Context, o options, r *replica, port int, name st
 	return conn.ConnectionState().PeerCertificates, nil
 }
 
-// secretOf returns the Secret that is mounted where a coordinator reads its certificate. Empty: it
-// makes its own.
+// secretOf returns the name of the Secret that is mounted at a coordinator's --cert-dir. Empty: the
+// coordinator makes its own certificate.
 func secretOf(pod *corev1.Pod) string {
 	for _, c := range pod.Spec.Containers {
 		for _, arg := range c.Args {
@@ -222,8 +225,8 @@ func secretOf(pod *corev1.Pod) string {
 	return ""
 }
 
-// clock returns how far the API server's clock is ahead of this machine's, within a second. An
-// error is why the API server does not answer.
+// clock returns how far the API server's clock is ahead of this machine's, to within a second. It
+// returns an error if the API server does not answer.
 func clock(ctx context.Context, o options) (time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, o.timeout)
 	defer cancel()
@@ -249,6 +252,6 @@ func clock(ctx context.Context, o options) (time.Duration, error) {
 	if err != nil {
 		return 0, err
 	}
-	// Its seconds are rounded down.
+	// The header's time is rounded down to seconds.
 	return at.Add(time.Second / 2).Sub(began.Add(time.Since(began) / 2)), nil
 }

@@ -6,12 +6,12 @@ import (
 	"strings"
 )
 
-// complete is the command by which kubectl asks what may come next.
+// complete is the command that kubectl's shell completion calls to get the possible next words.
 const complete = "__complete"
 
 var shells = []string{"bash", "zsh", "fish"}
 
-// script is found on the PATH and asked by kubectl's own completion, whatever the shell.
+// script is the file that kubectl's own completion finds on the PATH and calls, in every shell.
 const script = `#!/bin/sh
 # kubectl's own completion calls this, in bash, zsh and fish, from the PATH:
 #   kubectl lameduck completion bash > ~/.local/bin/kubectl_complete-lameduck
@@ -19,8 +19,9 @@ const script = `#!/bin/sh
 exec kubectl-lameduck ` + complete + ` "$@"
 `
 
-// completion prints the script, or the words that may stand in the place of the last one, as cobra
-// does. :4 says that no file names are meant.
+// completion prints the script or, for the command complete, the words that the last one may
+// become. The output is in cobra's format: the directive :4 switches the completion of file names
+// off.
 func completion(o options, out io.Writer) error {
 	if o.command != complete {
 		_, err := io.WriteString(out, script)

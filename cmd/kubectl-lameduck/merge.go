@@ -11,38 +11,40 @@ import (
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 )
 
-// whole is what all coordinators say together. Its fields are added to, never repurposed: operators
-// read it with --output json.
+// whole is the merged state of all coordinators. Operators read it with --output json, so fields
+// may be added but never change their meaning.
 type whole struct {
 	metav1.TypeMeta `json:",inline"`
 	Coordinators    []coordinator `json:"coordinators"`
 	Drains          []oneDrain    `json:"drains"`
 	Agents          []oneAgent    `json:"agents"`
-	// Outcomes are the newest first.
+	// Outcomes are sorted by time, the newest first.
 	Outcomes []oneOutcome `json:"outcomes"`
-	// Propagation is each coordinator's own: quantiles cannot be joined.
+	// Propagation has the values of each coordinator separately, because quantiles cannot be
+	// merged.
 	Propagation []onePropagation `json:"propagation"`
-	// Barriers are the pods that wait to be told to stop, the oldest first.
+	// Barriers are the pods that wait for SIGTERM at the barrier, the oldest first.
 	Barriers []api.OpenBarrier `json:"barriers"`
 	// BarrierMissing is how many pods ask for the barrier and were created without it,
 	// BarrierMissingPods the first of them.
 	BarrierMissing     int      `json:"barrierMissing"`
 	BarrierMissingPods []string `json:"barrierMissingPods"`
-	// TargetHealth is that of the coordinator that most agents tell: each tells all of them.
+	// TargetHealth is taken from the coordinator that has it from the most agents. Agents send the
+	// same to every coordinator.
 	TargetHealth api.TargetHealth `json:"targetHealth"`
-	// Coverage is that of the coordinator that calls the fewest Services waited for. Null: none
+	// Coverage is taken from the coordinator that finds the most uncovered consumers. Null: none
 	// answered.
 	Coverage *api.Coverage `json:"coverage"`
 }
 
-// coordinator is one replica, and whether it answered.
+// coordinator is the state of one replica.
 type coordinator struct {
 	Name  string `json:"name"`
 	Ready bool   `json:"ready"`
-	// Error is why it has not answered. Empty: it has.
+	// Error is the reason why the replica did not answer. Empty: it answered.
 	Error   string    `json:"error,omitempty"`
 	Started time.Time `json:"started,omitzero"`
-	// Drains, Connected, Expected and Holds are as this one sees it.
+	// Drains, Connected, Expected and Holds are the counts of this replica alone.
 	Drains    int  `json:"drains"`
 	Connected int  `json:"connected"`
 	Expected  int  `json:"expected"`
@@ -50,23 +52,23 @@ type coordinator struct {
 	Stopping  bool `json:"stopping,omitempty"`
 }
 
-// oneDrain is a pod's drain on all coordinators that have one: as far as on the one where it is
-// least far, with the oldest clock.
+// oneDrain is the drain of one pod, merged from all coordinators that have one. Its phase is the
+// earliest of theirs, and its times are those of the oldest.
 type oneDrain struct {
 	api.Drain
-	// Coordinators are those on which it is open.
+	// Coordinators are the names of the coordinators on which the drain is open.
 	Coordinators []string `json:"coordinators"`
-	// AgeSeconds is since it began, RemainingSeconds until its deadline, by the coordinator's
-	// clock.
+	// AgeSeconds is the time since the drain began. RemainingSeconds is the time until its
+	// deadline. Both are by the coordinator's clock.
 	AgeSeconds       float64 `json:"ageSeconds"`
 	RemainingSeconds float64 `json:"remainingSeconds"`
 }
 
-// oneAgent is an agent as the coordinators see it together. State is the worst that any of them
-// says.
+// oneAgent is an agent, merged from all coordinators. State is the worst state that any of them
+// reports.
 type oneAgent struct {
 	api.Agent
-	// ConnectedTo are the coordinators that it is connected to.
+	// ConnectedTo are the names of the coordinators that the agent is connected to.
 	ConnectedTo []string `json:"connectedTo"`
 }
 
@@ -139,13 +141,13 @@ func merge(answers []answer[api.View]) whole {
 	return w
 }
 
-// Join takes in what another coordinator says of the drain.
+// Join merges the drain with the same pod's drain on another coordinator.
 func (d oneDrain) Join(other oneDrain) oneDrain {
 	return oneDrain{d.Drain.Join(other.Drain), append(d.Coordinators, other.Coordinators...),
 		max(d.AgeSeconds, other.AgeSeconds), min(d.RemainingSeconds, other.RemainingSeconds)}
 }
 
-// Join takes in what another coordinator says of the agent.
+// Join merges the agent with the same agent as another coordinator sees it.
 func (g oneAgent) Join(other oneAgent) oneAgent {
 	return oneAgent{g.Agent.Join(other.Agent), append(g.ConnectedTo, other.ConnectedTo...)}
 }

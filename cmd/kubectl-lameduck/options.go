@@ -35,17 +35,18 @@ Flags:
 type options struct {
 	command string
 	pod     string
-	// namespace is where explain looks, and what drains is limited to. Empty: not given.
+	// namespace is the namespace of explain's pod, or the only one that drains and report show, or
+	// the one that check evicts in. Empty: not given.
 	namespace string
 	output    string
 	watch     bool
 	evict     bool
-	// pre and strict are check's.
+	// pre and strict are flags of check.
 	pre, strict bool
-	// words are what is to be completed.
+	// words are the words of the command line to complete.
 	words []string
-	// system is the namespace of the coordinators, selector what their pods are known by, port
-	// where they serve; 0: as their pods say.
+	// system is the namespace of the coordinators. selector is the label selector of their pods.
+	// port is the port of their dashboard; 0: the container port with that name, or the default.
 	system   string
 	selector string
 	port     int
@@ -57,7 +58,7 @@ var commands = []string{"status", "drains", "explain", "report", "check", "compl
 
 var outputs = []string{"", "wide", "json", "yaml"}
 
-// parse reads the command line, and the kubeconfig that it names. Its errors wrap errUsage, or are
+// parse reads the command line, and the kubeconfig that it names. An error wraps errUsage, or is
 // pflag.ErrHelp or errPrinted.
 func parse(args []string, out io.Writer) (options, error) {
 	var o options

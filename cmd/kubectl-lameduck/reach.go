@@ -30,7 +30,7 @@ import (
 // mostAnswer bounds an answer, in bytes.
 const mostAnswer = 32 << 20
 
-// replica is one coordinator, as it is reached.
+// replica is one coordinator, with the connection to it.
 type replica struct {
 	name  string
 	pod   *corev1.Pod
@@ -65,8 +65,8 @@ func list(ctx context.Context, o options, kube kubernetes.Interface) ([]corev1.P
 	return pods.Items, nil
 }
 
-// find lists the coordinators' pods that run. Nothing is connected yet. The error says what is
-// missing: Lameduck, or a right.
+// find returns the coordinators whose pods run. It does not connect to them. It returns an error if
+// the caller may not list pods, or if no coordinator is installed or running.
 func find(ctx context.Context, o options, kube kubernetes.Interface) (replicas, error) {
 	pods, err := list(ctx, o, kube)
 	if err != nil {
@@ -92,8 +92,8 @@ func find(ctx context.Context, o options, kube kubernetes.Interface) (replicas, 
 	return all, nil
 }
 
-// reach returns a replica whose requests go through the API server and the kubelet to the pod's own
-// loopback address.
+// reach returns a replica whose requests go through the API server and the kubelet to the loopback
+// address of the pod.
 func reach(o options, kube kubernetes.Interface, pod *corev1.Pod) *replica {
 	r := &replica{name: pod.Name, pod: pod, ready: check.Ready(pod)}
 	port := cmp.Or(o.port, portOf(pod, api.PortName, api.Port))
@@ -110,7 +110,8 @@ func reach(o options, kube kubernetes.Interface, pod *corev1.Pod) *replica {
 		if err != nil {
 			return nil, err
 		}
-		// As kubectl does: by WebSocket, and by SPDY where something on the way does not know it.
+		// As kubectl does: by WebSocket, and by SPDY if a proxy or an older API server does not
+		// support WebSocket.
 		conn, _, err := portforward.NewFallbackDialerForStreaming(newer, older, func(err error) bool {
 			return httpstream.IsUpgradeFailure(err) || httpstream.IsHTTPSProxyError(err)
 		}).Dial(portforward.PortForwardProtocolV1Name)
@@ -123,7 +124,7 @@ func reach(o options, kube kubernetes.Interface, pod *corev1.Pod) *replica {
 	return r
 }
 
-// portOf returns the port of that name of a pod, or another one if it has none.
+// portOf returns the container port of a pod with that name, or other if it has none.
 func portOf(pod *corev1.Pod, name string, other int) int {
 	for _, c := range pod.Spec.Containers {
 		for _, p := range c.Ports {
@@ -135,8 +136,8 @@ func portOf(pod *corev1.Pod, name string, other int) int {
 	return other
 }
 
-// forward opens a connection to a port of the pod that dial leads to. Nothing listens on this
-// machine for it, where others could come in too.
+// forward opens a connection to a port of the pod that dial connects to. It does not listen on this
+// machine, because other users of the machine could then connect too.
 func forward(ctx context.Context, dial func() (httpstream.Connection, error), port int) (net.Conn, error) {
 	type opened struct {
 		conn net.Conn
@@ -220,10 +221,11 @@ func (*forwarded) SetDeadline(time.Time) error      { return nil }
 func (*forwarded) SetReadDeadline(time.Time) error  { return nil }
 func (*forwarded) SetWriteDeadline(time.Time) error { return nil }
 
-// errNotFound is what a coordinator answers of a pod that it does not know.
+// errNotFound is the error for a pod that a coordinator does not know.
 var errNotFound = errors.New("not found")
 
-// get asks one coordinator, and decodes the answer into what it is to be.
+// get sends a GET request to the coordinator and decodes the JSON answer into into. Its error wraps
+// errNotFound if explain's pod does not exist.
 func (r *replica) get(ctx context.Context, path string, into any) error {
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://localhost"+path, nil)
 	if err != nil {
@@ -249,7 +251,8 @@ func (r *replica) get(ctx context.Context, path string, into any) error {
 	return fmt.Errorf("coordinator %s: %s", r.name, said.Error)
 }
 
-// fault words why a coordinator could not be reached, so that operators know what to do.
+// fault returns err with the likely reason why the coordinator could not be reached, so that
+// operators know what to do.
 func (r *replica) fault(err error) error {
 	text := err.Error()
 	switch {
@@ -274,12 +277,12 @@ type answer[T any] struct {
 	replica *replica
 	said    T
 	err     error
-	// at is when it was asked, by this machine's clock.
+	// at is halfway between request and answer, by this machine's clock.
 	at time.Time
 }
 
-// ask asks all coordinators at once, and returns their answers in the order of their names. The
-// error is that of the first if none has answered.
+// ask sends the same request to all coordinators simultaneously, and returns their answers in the
+// order of their names. If none has answered, it returns the error of the first.
 func ask[T any](ctx context.Context, o options, all replicas, path string) ([]answer[T], error) {
 	ctx, cancel := context.WithTimeout(ctx, o.timeout)
 	defer cancel()
@@ -305,7 +308,7 @@ func ask[T any](ctx context.Context, o options, all replicas, path string) ([]an
 	return answers, answers[0].err
 }
 
-// complain tells of the coordinators that did not answer, when others did.
+// complain prints a warning for each coordinator that did not answer.
 func complain[T any](answers []answer[T], stderr io.Writer) {
 	for _, a := range answers {
 		if a.err != nil {

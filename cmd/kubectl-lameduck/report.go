@@ -12,16 +12,17 @@ import (
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 )
 
-// observed is what report prints: what all coordinators have measured. Each deletion is measured by
-// one of them.
+// observed is the output of report: the measurements of all coordinators. Each deletion is measured
+// by one coordinator.
 type observed struct {
 	metav1.TypeMeta `json:",inline"`
-	// Since is when the one began that started last: before, others have measured alone.
+	// Since is the start of the coordinator that started last. Measurements from before then are
+	// not complete.
 	Since time.Time             `json:"since"`
 	Items []api.NamespaceReport `json:"items"`
 }
 
-// report shows what deletions in mode observe would have waited for.
+// report prints how long deletions in mode observe would have waited with enforcement.
 func report(ctx context.Context, o options, from replicas, out, stderr io.Writer) error {
 	answers, err := ask[api.Report](ctx, o, from, api.ReportPath)
 	if err != nil {
@@ -50,7 +51,7 @@ func report(ctx context.Context, o options, from replicas, out, stderr io.Writer
 	return nil
 }
 
-// sentence says what a namespace's deletions would have waited.
+// sentence describes how long the deletions of a namespace would have waited.
 func sentence(r api.NamespaceReport) string {
 	text := "no deletion was measured"
 	if n := len(r.WaitSeconds); n > 0 {

@@ -23,7 +23,7 @@ import (
 
 func count(n int) string { return strconv.Itoa(n) }
 
-// seconds words a time as kubectl does, but for what is short.
+// seconds formats a duration as kubectl does. If it is less than 10 s, the result has one decimal.
 func seconds(s float64) string {
 	if s < 10 {
 		return fmt.Sprintf("%.1fs", max(0, s))
@@ -31,18 +31,19 @@ func seconds(s float64) string {
 	return duration.HumanDuration(time.Duration(s * float64(time.Second)))
 }
 
-// kind is what an object of --output json or yaml is.
+// kind returns the type of an object of --output json or yaml.
 func kind(name string) metav1.TypeMeta {
 	return metav1.TypeMeta{APIVersion: "lameduck.io/v1", Kind: name}
 }
 
-// drainList is what drains prints.
+// drainList is the output of drains.
 type drainList struct {
 	metav1.TypeMeta `json:",inline"`
 	Items           []oneDrain `json:"items"`
 }
 
-// encode writes v as the options say. It reports false if they want a table.
+// encode writes v as JSON or YAML if the options ask for that. Otherwise it reports false, and the
+// caller prints a table.
 func encode(o options, v any, out io.Writer) (bool, error) {
 	switch o.output {
 	case "json":
@@ -93,14 +94,13 @@ func status(ctx context.Context, o options, all replicas, out, stderr io.Writer)
 	return nil
 }
 
-// outcomesShown is how many outcomes status lists if not everything is asked for.
+// outcomesShown is how many outcomes status lists without --output wide.
 const outcomesShown = 5
 
-// gapsShown is how many consumers that are not waited for status lists if not everything is asked
-// for.
+// gapsShown is how many uncovered consumers status lists without --output wide.
 const gapsShown = 10
 
-// missingShown is how many pods without the barrier are named if not everything is asked for.
+// missingShown is how many pods without the barrier status names without --output wide.
 const missingShown = 3
 
 func writeStatus(w whole, wide bool, out io.Writer) {
@@ -210,7 +210,7 @@ func writeBarriers(all []api.OpenBarrier, now time.Time, out io.Writer) {
 	}
 }
 
-// writeHealth tells which Services have trouble; wide: all.
+// writeHealth prints the Services with unhealthy targets or, if wide, all Services.
 func writeHealth(h api.TargetHealth, wide bool, out io.Writer) {
 	var rows [][]string
 	for _, s := range h.Services {
@@ -246,8 +246,8 @@ func writeHealth(h api.TargetHealth, wide bool, out io.Writer) {
 	}
 }
 
-// least returns what the coordinator says that calls the fewest Services waited for: deletions wait
-// for all coordinators, and each reads the same cluster.
+// least returns the coverage of the coordinator that finds the most uncovered consumers. All
+// coordinators read the same cluster, so they differ only while one is behind.
 func least(answers []answer[api.Coverage]) (worst *api.Coverage) {
 	for i := range answers {
 		a := &answers[i]
@@ -259,7 +259,7 @@ func least(answers []answer[api.Coverage]) (worst *api.Coverage) {
 	return worst
 }
 
-// writeCoverage prints how many Services are waited for, and which are not.
+// writeCoverage prints how many Services are covered, and the consumers that are not.
 func writeCoverage(c *api.Coverage, wide bool, out io.Writer) {
 	if c == nil {
 		fmt.Fprintln(out, "\nNo coordinator answered which Services are waited for.")
@@ -293,7 +293,7 @@ func milliseconds(s float64) string {
 	return seconds(s)
 }
 
-// took is how long the drain lasted, if there was one.
+// took returns how long the drain lasted. Empty: there was no drain.
 func (o oneOutcome) took() string {
 	if o.TookSeconds == nil {
 		return ""
@@ -336,12 +336,13 @@ func writeDrains(list []oneDrain, wide bool, out io.Writer) {
 	table(out, head, rows)
 }
 
-// explained is what coordinators say together of one pod. They know the same cluster, but for what
-// has just changed; the first that answers is believed, and it is said if another differs.
+// explained is the merged explanation of one pod. Coordinators read the same cluster, except for
+// the most recent changes. So the explanation is that of the first that answers, and others are
+// named if they differ.
 type explained struct {
 	metav1.TypeMeta `json:",inline"`
 	api.Explanation
-	// Differs are coordinators that say something else, and what.
+	// Differs has the name and the summary of each coordinator whose explanation is another one.
 	Differs []string `json:"differs"`
 }
 
@@ -412,11 +413,11 @@ func joinExplanations(answers []answer[api.Explanation]) explained {
 	return x
 }
 
-// gatesShown bounds the gateways that explain lists: a barrier may ask hundreds of nodes. --output
-// json has them all.
+// gatesShown bounds the gateways that explain lists, because a barrier may ask hundreds of nodes.
+// --output json lists all of them.
 const gatesShown = 30
 
-// writeBarrier tells what the pod and its node have for the second gate.
+// writeBarrier prints the pod's hooks, the agent that answers them and the stated waits.
 func writeBarrier(b *api.ExplainedBarrier, out io.Writer) {
 	if b == nil {
 		return
@@ -505,17 +506,18 @@ func writeExplanation(x explained, out io.Writer) {
 	}
 }
 
-// watchEvery is how often --watch asks.
+// watchEvery is the interval at which --watch asks the coordinators.
 const watchEvery = 500 * time.Millisecond
 
-// event is a drain that began, or that is in another phase or waits for others, or how one ended.
+// event is one item of --watch: a drain that is new, or whose phase or missing agents have changed,
+// or the outcome of one.
 type event struct {
 	metav1.TypeMeta `json:",inline"`
 	Type            string `json:"type"`
 	Object          any    `json:"object"`
 }
 
-// watchDrains prints events until ctx is done. Coordinators that come later are not asked.
+// watchDrains prints events until ctx is done. It does not ask coordinators that start later.
 func watchDrains(ctx context.Context, o options, all replicas, out, stderr io.Writer) error {
 	const line = "%-20s %-44s %-14s %-7s %s\n"
 	shown, ended := map[string]string{}, map[string]bool{}

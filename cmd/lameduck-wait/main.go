@@ -11,8 +11,8 @@
 // $(NAME) in --agent and --http-get is the environment variable of that name: kubelets expand it in
 // a container's command, not in a hook's.
 //
-// If the agent does not answer, the hook ends at its bound: a missing answer never keeps a pod.
-// Only the container's own hook makes it fail.
+// If the agent does not answer, the wait ends at the bound at the latest: a missing answer never
+// keeps a pod. After the wait, only the container's own hook can make this program fail.
 package main
 
 import (
@@ -31,8 +31,9 @@ func main() {
 	os.Exit(run(context.Background(), os.Args, os.Getenv, os.Stdout, os.Stderr))
 }
 
-// Exit codes of its own, besides those of the container's hook: that it was called wrongly, and
-// that it could not do what it should.
+// Exit codes of lameduck-wait itself. Otherwise it exits with the code of the container's own hook.
+// exitUsage: its command line is invalid. exitFailed: it could not install itself, or could not run
+// the container's hook.
 const (
 	exitFailed = 1
 	exitUsage  = 2
@@ -40,8 +41,8 @@ const (
 
 var errPrinted = errors.New("printed")
 
-// run is the whole program. It returns its exit code. What it writes the kubelet shows in an Event
-// if the hook fails.
+// run is the whole program, and returns its exit code. If the hook fails, the kubelet shows the
+// output in an Event.
 func run(ctx context.Context, args []string, getenv func(string) string, stdout, stderr io.Writer) int {
 	o, err := parse(args[1:], getenv, stdout)
 	switch {
@@ -71,7 +72,8 @@ func run(ctx context.Context, args []string, getenv func(string) string, stdout,
 	return code
 }
 
-// own does what the container's hook did before it was wrapped, and returns its exit code.
+// own runs the hook that the container had before the webhook wrapped it, and returns its exit
+// code.
 func own(ctx context.Context, o options, stdout, stderr io.Writer) (int, error) {
 	switch {
 	case o.httpGet != "":
@@ -85,7 +87,8 @@ func own(ctx context.Context, o options, stdout, stderr io.Writer) (int, error) 
 			return exitFailed, fmt.Errorf("sleep: %w", ctx.Err())
 		}
 	case len(o.command) > 0:
-		// Not syscall.Exec: a command that is not there is said as itself.
+		// Not syscall.Exec: this process reports a command that does not exist, as the container's
+		// own hook.
 		cmd := exec.CommandContext(ctx, o.command[0], o.command[1:]...)
 		cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, stdout, stderr
 		err := cmd.Run()

@@ -99,7 +99,7 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	return o, errors.Join(errs...)
 }
 
-// expand replaces each $(NAME). A $ of any other kind stands for itself.
+// expand replaces each $(NAME) with the environment variable NAME. Any other $ stays as it is.
 func expand(s string, getenv func(string) string) string {
 	var out strings.Builder
 	for {
@@ -114,8 +114,8 @@ func expand(s string, getenv func(string) string) string {
 	}
 }
 
-// hostPort takes an IPv6 address without brackets too: that is how Kubernetes gives a node's
-// address.
+// hostPort validates host:port. It also accepts an IPv6 address without brackets, because
+// status.hostIP of a pod has none.
 func hostPort(s string) (string, error) {
 	i := strings.LastIndexByte(s, ':')
 	if i < 1 || i == len(s)-1 {
@@ -124,14 +124,14 @@ func hostPort(s string) (string, error) {
 	return net.JoinHostPort(strings.Trim(s[:i], "[]"), s[i+1:]), nil
 }
 
-// target is what to ask for, and of whom.
+// target is the destination of a GET request.
 type target struct {
 	address string // host:port
 	host    string // of the header
 	path    string // with its query
 }
 
-// readURL takes http://host:port/path, where the host may be $(NAME).
+// readURL parses http://host:port/path. The host may be $(NAME).
 func readURL(s string, getenv func(string) string) (target, error) {
 	rest, ok := strings.CutPrefix(s, "http://")
 	if !ok {

@@ -17,15 +17,15 @@ import (
 )
 
 const (
-	// dialTime is how long a connection to the agent may take. It is on this node: one that does
-	// not accept by then is away.
+	// dialTime bounds the time to connect to the agent. The agent is on the same node, so one that
+	// has not accepted by then is not running.
 	dialTime = 2 * time.Second
-	// maxAnswer is how much of an answer is read, in bytes.
+	// maxAnswer bounds the part of an answer that is read, in bytes.
 	maxAnswer = 4 << 10
 )
 
-// wait asks the agent whether the pod may stop, and returns what it says. An error says why there
-// is no answer, within o.bound.
+// wait asks the agent whether the pod may stop, and returns its answer. It returns an error if
+// there is no answer within o.bound.
 func wait(ctx context.Context, o options) (string, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, o.bound, fmt.Errorf("no answer within %s", o.bound))
 	defer cancel()
@@ -40,11 +40,11 @@ func wait(ctx context.Context, o options) (string, error) {
 	return answer, nil
 }
 
-// get does one GET and returns the first line of the body, after the status unless that is 200.
-// Connecting takes dial at most, if that is not 0.
+// get sends one GET and returns the first line of the body. If the status is not 200, the result
+// begins with the status. If dial is not 0, it bounds the time to connect.
 func get(ctx context.Context, to target, headers []string, dial time.Duration) (string, error) {
-	// A name is of no use here, and looking one up could take longer than all the rest; but a hook
-	// may have one.
+	// The agent's address is never a DNS name, whose lookup could take longer than the rest. The
+	// container's own hook may have one.
 	dialer := net.Dialer{Timeout: dial}
 	conn, err := dialer.DialContext(ctx, "tcp", to.address)
 	if err != nil {
@@ -80,8 +80,9 @@ func has(headers []string, line string) bool {
 	return false
 }
 
-// read reads a response as far as it is of interest. What it takes for the body ends with the
-// connection or maxAnswer: a chunked one has its sizes before it, and is not of the agent.
+// read returns the first line of a response's body, see get. It reads up to the end of the
+// connection or maxAnswer. It does not decode a chunked body, whose first line would be a chunk
+// size: the agent sends none.
 func read(conn io.Reader) (string, error) {
 	r := bufio.NewReader(io.LimitReader(conn, maxAnswer))
 	status, err := r.ReadString('\n')
@@ -96,7 +97,7 @@ func read(conn io.Reader) (string, error) {
 		return "", fmt.Errorf("%.40q is not HTTP", status)
 	}
 	for line := ""; ; {
-		// It answered, whatever becomes of the rest.
+		// The status is an answer, even if the rest cannot be read.
 		if line, err = r.ReadString('\n'); err != nil {
 			return code, nil
 		}
@@ -112,10 +113,11 @@ func read(conn io.Reader) (string, error) {
 	return text, nil
 }
 
-// install copies the program to path, whole or not at all: the init container may be killed and run
-// again. Every user may execute it, because the user of the app is not known here.
+// install copies the program to path atomically, because the init container may be killed and run
+// again. Every user may execute the copy, because the user of the application's container is not
+// known here.
 func install(program, path string) error {
-	// The name under which it was started may be relative; the kernel knows.
+	// The name in args may be relative. os.Executable asks the kernel for the path.
 	if self, err := os.Executable(); err == nil {
 		program = self
 	}

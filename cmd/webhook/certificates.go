@@ -21,7 +21,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/admission"
 )
 
-// servingTLS has this replica's certificate and the admission secret.
+// servingTLS holds this replica's certificate and the admission secret.
 type servingTLS struct {
 	door        *admission.SecretPath
 	certificate func(*tls.ClientHelloInfo) (*tls.Certificate, error)
@@ -32,8 +32,8 @@ type servingTLS struct {
 	run   func(context.Context) error
 }
 
-// newServingTLS reads certificate and secret from the files that the configuration names. A keeper
-// makes those for which it names none.
+// newServingTLS reads the certificate and the secret from the files that the configuration names.
+// If it names no file for one of them, a [certs.Keeper] makes that one.
 func newServingTLS(o options, kube kubernetes.Interface, metrics *admission.Metrics, registry *prometheus.Registry,
 	log *slog.Logger) (*servingTLS, error) {
 	conf := o.Certificates
@@ -42,8 +42,8 @@ func newServingTLS(o options, kube kubernetes.Interface, metrics *admission.Metr
 	made := certs.Options{
 		Kube: kube, Namespace: o.namespace, Secret: conf.Secret, ConfigMap: conf.ConfigMap,
 		WebhookConfiguration: conf.WebhookConfiguration,
-		// Every Service of the namespace: those of the webhook configuration's entries and that of
-		// the agents.
+		// The wildcard covers every Service of the namespace: one for each entry of the webhook
+		// configuration, and the one that agents connect to.
 		Names: append([]string{"*." + o.namespace + ".svc"}, conf.Names...),
 		Times: certs.Times{RotateEvery: conf.RotateEvery.Duration, Overlap: conf.Overlap.Duration}, Log: log,
 	}
@@ -63,8 +63,8 @@ func newServingTLS(o options, kube kubernetes.Interface, metrics *admission.Metr
 	}
 	made.Bundle = conf.Dir == ""
 	if !made.Bundle {
-		// As cert-manager writes it. Agents cannot mount a Secret of another namespace, and should
-		// not: the CA's has its key.
+		// cert-manager writes this file. Agents cannot mount a Secret of another namespace, and the
+		// Secret of the CA also contains its key. So the CA is published for them in a ConfigMap.
 		made.CA = func() ([]byte, error) {
 			text, err := os.ReadFile(filepath.Join(conf.Dir, certs.CAKey))
 			if errors.Is(err, fs.ErrNotExist) {

@@ -15,12 +15,12 @@ import (
 	"github.com/lameduck-io/lameduck/internal/entry"
 )
 
-// checkEvery is the pause between tries.
+// checkEvery is the pause between two attempts.
 const checkEvery = time.Second
 
 // check proves that the API server reaches a coordinator by each entry of the webhook
-// configuration: it evicts, as a dry run, a pod that need not exist. It needs the right to create
-// pods/eviction for the name lameduck-check in one namespace.
+// configuration: it evicts, as a dry run, a pod that need not exist. The caller needs the right to
+// create pods/eviction with the name lameduck-check in the given namespace.
 func check(ctx context.Context, args []string, getenv func(string) string, out io.Writer) error {
 	f := flag.NewFlagSet("webhook check", flag.ContinueOnError)
 	f.SetOutput(io.Discard)

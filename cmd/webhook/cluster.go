@@ -30,8 +30,8 @@ import (
 // agentLabel on a pod marks an agent: directed or observed.
 const agentLabel = "lameduck.io/agent"
 
-// handle returns a handler that calls set for what was added or changed, and gone for what was
-// deleted.
+// handle returns a handler that calls set with each object that was added or changed, and gone with
+// each object that was deleted.
 func handle[T watch.Object](set, gone func(T)) toolscache.ResourceEventHandler {
 	return watch.Handler(func(was, is T) {
 		var none T
@@ -63,12 +63,12 @@ func (p pods) Life(ctx context.Context, pod drain.Pod) (coordinator.Life, error)
 	}
 }
 
-// rosterRetry is how often the rights of agents are checked again.
+// rosterRetry is the interval at which the rights of agents are checked again.
 const rosterRetry = 30 * time.Second
 
-// maxAccounts bounds the service accounts of one namespace whose rights are checked: every user who
-// may create pods can set the agent's label, and replicas are not ready before they know which pods
-// are agents.
+// maxAccounts bounds the service accounts of one namespace whose rights are checked. Every user who
+// may create pods can set the agent's label, and a replica is not ready before it has checked all
+// accounts.
 const maxAccounts = 20
 
 // roster keeps the list of expected agents: pods with the agent's label that have not ended and
@@ -82,7 +82,7 @@ type roster struct {
 	mu     sync.Mutex
 	agents map[types.UID]*corev1.Pod
 	// version counts the changes of agents. handed is the last version that the coordinator
-	// received, first the version when listed was first called; -1: none yet.
+	// received. first is the version at the first call of listed. -1 in handed or first: none yet.
 	version, handed, first int
 }
 
@@ -158,7 +158,8 @@ func (r *roster) run(ctx context.Context) error {
 		})
 		expected := make([]drain.Expected, 0, len(agents))
 		accounts := map[string]int{}
-		// Each account once, so that an API server that does not answer delays the list once.
+		// Each account is checked once, so that an API server that does not answer delays the list
+		// once.
 		rights := map[string]bool{}
 		for _, p := range agents {
 			username := identity.Username(p.Namespace, p.Spec.ServiceAccountName)
@@ -171,8 +172,8 @@ func (r *roster) run(ctx context.Context) error {
 				}
 				var err error
 				if allowed, err = r.who.Allowed(ctx, username); err != nil {
-					// Counted as expected: waiting for one agent too many ends at the deadline,
-					// while lost requests stay lost.
+					// The agent counts as expected. Waiting for one agent too many ends at the
+					// deadline, but a lost request stays lost.
 					r.log.Warn("check the rights of an agent: it counts as one", "serviceAccount", username,
 						"error", err)
 					allowed = true
@@ -209,15 +210,16 @@ const (
 	// eventBacklog bounds the Events that wait to be written; more are dropped and logged.
 	eventBacklog = 1000
 	// eventQuiet is how long the same Event on the same pod is not repeated. The Event for
-	// uncovered pods is not repeated on other pods of the same owner either: a rollout would write
-	// it for each of them.
+	// uncovered pods is also not repeated on other pods of the same owner, because a rollout would
+	// write it for each of them.
 	eventQuiet = 10 * time.Second
 )
 
-// events writes Events on pods, one after the other, without delaying answers.
+// events writes Events on pods from a queue, one after the other, so that admission answers do not
+// wait for the API server.
 type events struct {
 	kube kubernetes.Interface
-	// warned is told of each warning.
+	// warned is called for each warning, also if its Event is not repeated.
 	warned  func(pod drain.Pod, reason, message string)
 	replica string
 	log     *slog.Logger
@@ -260,7 +262,7 @@ func (e *events) Event(pod *corev1.Pod, warning bool, reason, message string) {
 	if warning {
 		kind = corev1.EventTypeWarning
 	}
-	// 1,024 bytes is the API server's limit.
+	// The API server accepts at most 1,024 bytes.
 	message = message[:min(len(message), 1024)]
 	event := &eventsv1.Event{
 		ObjectMeta:          metav1.ObjectMeta{GenerateName: "lameduck-", Namespace: pod.Namespace},

@@ -15,8 +15,8 @@ import (
 // kind is the kind of a configuration file. Its version is config.APIVersion.
 const kind = "CoordinatorConfiguration"
 
-// configuration is the configuration file. A flag with the same meaning wins over it. Its comments
-// are the descriptions in schemas/coordinator.json too.
+// configuration is the configuration file. A flag with the same meaning overrides it. The comments
+// of its fields are also the descriptions in schemas/coordinator.json.
 type configuration struct {
 	// APIVersion is lameduck.io/v1alpha1.
 	APIVersion string `json:"apiVersion"`
@@ -24,30 +24,32 @@ type configuration struct {
 	Kind string `json:"kind"`
 	// Addresses are where this replica listens.
 	Addresses addresses `json:"addresses"`
-	// Times are the durations of the protocol that may be chosen. Those that do not fit together
-	// are refused.
+	// Times are the durations of the protocol that an operator may choose. Durations that
+	// contradict each other are refused.
 	Times times `json:"times"`
-	// Holds bounds the calls that wait.
+	// Holds bounds the admission calls that wait.
 	Holds holds `json:"holds"`
-	// Barrier is how new pods are made to wait before SIGTERM, where that is enabled.
+	// Barrier configures the preStop barrier of new pods, in namespaces where it is enabled.
 	Barrier barrier `json:"barrier"`
-	// Gateways are the data planes of the cluster whose pods have agents, so that a pod of one
-	// without an agent is named.
+	// Gateways are the data planes of the cluster whose pods have agents. A pod of such a gateway
+	// that has no agent is named as uncovered.
 	Gateways []coverage.Gateway `json:"gateways"`
-	// Mode is that of namespaces without the label lameduck.io/mode: enforce or observe. Hooks are
-	// added only where a label says enforce.
+	// Mode is the mode of namespaces without the label lameduck.io/mode: enforce or observe. Hooks
+	// are added only where a label is enforce.
 	Mode string `json:"mode"`
-	// ExcludedNamespaces are those whose pods never wait, besides the own one. The webhook
-	// configuration excludes them first.
+	// ExcludedNamespaces are namespaces whose pods never wait, in addition to the coordinators'
+	// own. Exclude them in the webhook configuration as well, so that the API server does not ask
+	// about them.
 	ExcludedNamespaces []string `json:"excludedNamespaces"`
-	// Certificates says where the certificate and the secret in the webhook's path come from.
+	// Certificates configures the source of the certificate and of the secret in the webhook's
+	// path.
 	Certificates credentials `json:"certificates"`
 	// LogLevel is debug, info, warn or error.
 	LogLevel slog.Level `json:"logLevel"`
 }
 
 type addresses struct {
-	// Admission is host:port where the API server asks, with TLS.
+	// Admission is the host:port that the API server calls, with TLS.
 	Admission string `json:"admission"`
 	// Agents is host:port where agents connect, with TLS.
 	Agents string `json:"agents"`
@@ -60,90 +62,97 @@ type addresses struct {
 	Dashboard string `json:"dashboard"`
 }
 
-// times are those of [drain.Times] that operators may choose.
+// times are the fields of [drain.Times] that operators may choose.
 type times struct {
-	// Webhook is timeoutSeconds of the webhook configuration. More than hold + 1.5 s.
+	// Webhook is timeoutSeconds of the webhook configuration. It must be more than hold + 1.5 s.
 	Webhook config.Duration `json:"webhook"`
 	// Hold is how long one call waits at most.
 	Hold config.Duration `json:"hold"`
-	// Deadline is how long a pod is kept at most. Past it the silent gateways are named and it
-	// goes.
+	// Deadline is the longest time that a deletion waits. When it is reached, the deletion
+	// continues, and a warning names the gateways that have not acknowledged.
 	Deadline config.Duration `json:"deadline"`
-	// IdleBound is how long running requests are waited for once no new ones come.
+	// IdleBound is how long a drain waits for running requests once gateways send no new ones to
+	// the pod.
 	IdleBound config.Duration `json:"idleBound"`
-	// ShutdownDelay is how long after SIGTERM reviews are still answered, because Services route
-	// here until then. Held ones are told to come back at once.
+	// ShutdownDelay is how long after SIGTERM this replica still answers admission reviews, because
+	// Services route to it until then. Reviews that are held are answered immediately, so that the
+	// caller tries again.
 	ShutdownDelay config.Duration `json:"shutdownDelay"`
 }
 
 // holds are bounds within one replica.
 type holds struct {
-	// Most is how many calls wait at one time. More are told to come back.
+	// Most is how many calls may wait simultaneously. Further calls get a denial with a retry.
 	Most int `json:"most"`
-	// PerOwner is how many of these are for pods of one owner, such as a ReplicaSet, so that no
-	// rollout keeps others from being held.
+	// PerOwner is how many of these may be for pods of one owner, such as a ReplicaSet, so that one
+	// rollout cannot use all holds.
 	PerOwner int `json:"perOwner"`
 }
 
-// barrier is what new pods are given, and who is asked for them.
+// barrier configures the hook that new pods get, and which agents must acknowledge at the barrier.
 type barrier struct {
 	// Bound is how long a pod's barrier may keep it from SIGTERM, in whole seconds. Its grace
 	// period grows by it.
 	Bound config.Duration `json:"bound"`
-	// Port is that of the node agents, on loopback and the node's address.
+	// Port is the port of the node agents, on the loopback address and on the node's address.
 	Port int `json:"port"`
-	// Image has /lameduck-wait, for pods whose hook cannot be an httpGet.
+	// Image is a container image that contains /lameduck-wait, for pods whose hook cannot be an
+	// httpGet.
 	Image string `json:"image"`
 	// ImagePullSecrets are names of Secrets to pull that image with. They must be in each namespace
 	// with such pods.
 	ImagePullSecrets []string `json:"imagePullSecrets"`
-	// Ask is which node agents are asked: all, quorum (a sample; the others by the time that they
-	// were seen to take), local (the pod's own node), or auto: all, up to 200.
+	// Ask selects the node agents that are asked: all, quorum, local (only the pod's own node), or
+	// auto. quorum asks a sample, and waits for the other agents by the times that agents were seen
+	// to take. auto asks all agents up to sampling.allUpTo of them, and above that a sample.
 	Ask drain.Scope `json:"ask"`
-	// Sampling is when auto and quorum ask a sample.
+	// Sampling configures the samples of auto and quorum.
 	Sampling sampling `json:"sampling"`
-	// ExecOnly says never to use a hook of kind httpGet: for clusters where Pod Security is
-	// enforced by other means than the namespace's label.
+	// ExecOnly: never use a hook of kind httpGet. Set it in clusters that enforce Pod Security by
+	// other means than the namespace's label.
 	ExecOnly bool `json:"execOnly"`
 }
 
 type sampling struct {
-	// AllUpTo is how many node agents auto asks without a sample.
+	// AllUpTo is the largest number of node agents for which auto asks all of them.
 	AllUpTo int `json:"allUpTo"`
-	// Size is how many are asked in a sample, the pod's own node's among them or one more.
+	// Size is how many agents a sample has. The agent of the pod's own node is one of these, or is
+	// asked in addition.
 	Size int `json:"size"`
-	// LearnFrom is how many times a replica must have seen before it knows how long those take that
-	// are not asked; until then it asks all.
+	// LearnFrom is how many times a replica must have measured before it can estimate how long
+	// agents take that it does not ask. Until then it asks all.
 	LearnFrom int `json:"learnFrom"`
 }
 
-// credentials are where the certificate and the secret come from.
+// credentials configure the source of the certificate and of the secret.
 type credentials struct {
-	// Dir is a folder with tls.crt and tls.key, from cert-manager for example, read again when they
-	// change. Empty: the replicas make certificates themselves, keep them in a Secret, and write
-	// their CA into the webhook configurations.
+	// Dir is a folder with tls.crt and tls.key, from cert-manager for example. The files are read
+	// again when they change. Empty: the replicas make certificates, keep them in a Secret, and
+	// write their CA into the webhook configurations.
 	Dir string `json:"dir"`
-	// AdmissionSecretFile holds the secret that ends the webhook's path, /v1/admit/SECRET, one a
-	// line, each good; read again when it changes. Empty: the replicas make it and write the path
-	// into the webhook configurations.
+	// AdmissionSecretFile is a file with the secret at the end of the webhook's path,
+	// /v1/admit/SECRET. It may have several secrets, one on each line, and each is accepted. It is
+	// read again when it changes. Empty: the replicas make the secret, and write the path into the
+	// webhook configurations.
 	AdmissionSecretFile string `json:"admissionSecretFile"`
-	// Secret is the name of the Secret, in the own namespace, in which replicas keep what they
-	// make. It must exist.
+	// Secret is the name of the Secret in which replicas keep the certificates and secrets that
+	// they make. It must exist in their own namespace.
 	Secret string `json:"secret"`
-	// ConfigMap is the name of the ConfigMap, in the own namespace, in which replicas publish their
-	// CA for agents, as ca.crt. It must exist.
+	// ConfigMap is the name of the ConfigMap in which replicas publish their CA for agents, with
+	// the key ca.crt. It must exist in their own namespace.
 	ConfigMap string `json:"configMap"`
 	// WebhookConfiguration is the name of the ValidatingWebhookConfiguration, and of the
 	// MutatingWebhookConfiguration if there is one.
 	WebhookConfiguration string `json:"webhookConfiguration"`
-	// Names are more names and addresses for the certificate, besides those of the two Services.
+	// Names are further DNS names and IP addresses for the certificate, in addition to the Services
+	// of the namespace.
 	Names []string `json:"names"`
-	// RotateEvery is how old a certificate, its CA and the secret become before the next are made.
-	// They are good for three times as long.
+	// RotateEvery is the age at which a certificate, its CA and the secret are replaced. They are
+	// valid for three times as long.
 	RotateEvery config.Duration `json:"rotateEvery"`
-	// Overlap is how long the next CA and secret are known everywhere before they are used, and the
-	// former are still good afterwards. Longer than any replica or agent may be cut off from the
-	// API server.
+	// Overlap is how long the next CA and secret are published before they are used, and how long
+	// the former ones are still accepted afterwards. It must be longer than a replica or an agent
+	// may be disconnected from the API server.
 	Overlap config.Duration `json:"overlap"`
 }
 

@@ -21,8 +21,9 @@ import (
 // dashboardConns bounds the connections of operators: each open page keeps one.
 const dashboardConns = 200
 
-// dashboardTask serves operators: plain HTTP on a loopback address, else TLS and readers with the
-// right. It is Last, so that a replica that is ending still shows the calls that it holds.
+// dashboardTask serves the dashboard: with plain HTTP on a loopback address, otherwise with TLS and
+// only to readers who have the right. It is Last, so that a replica that is ending still shows the
+// calls that it holds.
 func dashboardTask(listener net.Listener, secure *tls.Config, d *dashboard.Dashboard, log *slog.Logger) serve.Task {
 	return serve.Task{Name: "dashboard", Last: true, Run: func(ctx context.Context) error {
 		if listener == nil {
@@ -39,7 +40,8 @@ func dashboardTask(listener net.Listener, secure *tls.Config, d *dashboard.Dashb
 	}}
 }
 
-// podOf returns a pod of the cache, if it is still the one with that UID.
+// podOf returns a function that finds a pod in the cache. The function returns nil if the cache has
+// not synced or has no pod with that UID.
 func podOf(known client.Reader, synced func() bool) func(drain.Pod) *corev1.Pod {
 	return func(of drain.Pod) *corev1.Pod {
 		var pod corev1.Pod
@@ -52,12 +54,12 @@ func podOf(known client.Reader, synced func() bool) func(drain.Pod) *corev1.Pod 
 	}
 }
 
-// missingEvery is how often all pods of the cache are searched for those without the barrier, at
-// most.
+// missingEvery is the shortest interval between two searches of all pods in the cache for pods
+// without the barrier.
 const missingEvery = 15 * time.Second
 
-// missingOf returns the pods that ask for the barrier and were created without it, some seconds ago
-// at most.
+// missingOf returns a function that names the pods that ask for the barrier and were created
+// without it. Its result may be as old as missingEvery.
 func missingOf(mutator *admission.Mutator, synced func() bool) func() []string {
 	var mu sync.Mutex
 	var at time.Time

@@ -33,20 +33,21 @@ type options struct {
 	namespace  string
 	replica    string
 	// ordinal is the ordinal of this replica's entry in the webhook configuration. tokenFile is the
-	// token by which other replicas identify it. Empty: it asks no replicas.
+	// file with the token by which other replicas identify this one. Empty: this replica asks no
+	// others.
 	ordinal   int
 	tokenFile string
 	// version: print the version and exit.
 	version bool
 	configuration
-	// times are all times of the protocol. excluded are the namespaces whose pods never wait, with
-	// the own one.
+	// times are all times of the protocol. excluded are the namespaces whose pods never wait,
+	// including this replica's own.
 	times    drain.Times
 	excluded []string
 }
 
-// flags declares the command line: what differs between replicas, and what overlays set. A flag
-// that is not given leaves its value in o.
+// flags declares the flags: for values that differ between replicas, and for values that Kustomize
+// overlays set. A flag that is not given leaves its value in o.
 func flags(o *options, getenv func(string) string) (f *flag.FlagSet, path *string, print *bool) {
 	conf := &o.configuration
 	f = flag.NewFlagSet("webhook", flag.ContinueOnError)
@@ -88,8 +89,8 @@ func flags(o *options, getenv func(string) string) (f *flag.FlagSet, path *strin
 	return f, path, print
 }
 
-// parse reads the command line and the file that it names. Its errors wrap errUsage and name the
-// flag or the key and the value, or are flag.ErrHelp or errPrinted.
+// parse reads the command line and the file that it names. An error is flag.ErrHelp or errPrinted,
+// or wraps errUsage and names the flag or the key, and the value.
 func parse(args []string, getenv func(string) string, out io.Writer) (options, error) {
 	o := options{configuration: defaults()}
 	f, path, print := flags(&o, getenv)
@@ -129,7 +130,7 @@ func parse(args []string, getenv func(string) string, out io.Writer) (options, e
 		if len(errs) > 0 {
 			return o, fmt.Errorf("%w: --config %q: %w", errUsage, *path, errors.Join(errs...))
 		}
-		// Again, so that the command line wins.
+		// The flags are parsed again, so that they override the file.
 		if f, _, _ = flags(&o, getenv); f.Parse(args) != nil {
 			return o, fmt.Errorf("%w: %q", errUsage, args)
 		}

@@ -21,28 +21,28 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// ordinalLabel on a pod of a replica is its ordinal: the number of its entry in the webhook
-// configuration.
+// ordinalLabel is the label for the ordinal of a replica's pod: the number of its entry in the
+// webhook configuration.
 const ordinalLabel = "lameduck.io/ordinal"
 
 const (
-	// peerConnect bounds the time to connect to another replica, peerConns the unused connections
-	// that are kept to it.
+	// peerConnect bounds the time to connect to another replica. peerConns bounds the unused
+	// connections that are kept to it.
 	peerConnect = 500 * time.Millisecond
 	peerConns   = 100
 )
 
-// replicas are the other replicas of the coordinator, found by their pods.
+// replicas are the other replicas of the coordinator. They are found by their pods.
 type replicas struct {
 	*peers.Peers
 	namespace string
 	who       *identity.Kubernetes
-	// port is that of the API for agents.
+	// port is the port of the API for agents, through which replicas also call each other.
 	port string
 }
 
-// newReplicas returns the other replicas, none until the watch names them. Without a token file
-// there are none.
+// newReplicas returns an empty set of replicas, which the watch of pods fills. Without a token file
+// it stays empty.
 func newReplicas(o options, who *identity.Kubernetes, certificates *servingTLS, log *slog.Logger) (*replicas, error) {
 	token := func() (string, error) {
 		text, err := os.ReadFile(o.tokenFile)
@@ -81,7 +81,7 @@ func newReplicas(o options, who *identity.Kubernetes, certificates *servingTLS, 
 	}, nil
 }
 
-// set records a pod of the cluster, if it is one of a replica.
+// set records a pod if it is the pod of another replica.
 func (r *replicas) set(p *corev1.Pod) {
 	if p.Namespace != r.namespace || p.Name == r.Name {
 		return
@@ -105,7 +105,7 @@ func (r *replicas) gone(p *corev1.Pod) {
 	}
 }
 
-// poolOf returns the certificates of a PEM file.
+// poolOf returns the certificates in a PEM text. It fails if the text has none.
 func poolOf(pem []byte) (*x509.CertPool, error) {
 	pool := x509.NewCertPool()
 	if !pool.AppendCertsFromPEM(pem) {

@@ -44,30 +44,33 @@ import (
 )
 
 const (
-	// shutdownGrace is how long running requests may take after the shutdown began.
+	// shutdownGrace is how long running requests may take after the shutdown has begun.
 	shutdownGrace = 5 * time.Second
-	// admissionConns bounds the connections of API servers: one for every call that is open, 64
-	// held ones by default and others for milliseconds, and 25 unused ones each.
+	// admissionConns bounds the connections of API servers. An API server uses one for each open
+	// call, and keeps up to 25 unused ones. By default 64 calls are held; others take milliseconds.
 	admissionConns = 1000
-	// readTime bounds how long a request of operators takes to arrive. A review may take as long as
-	// the API server waits: if it were cut earlier, its deletion would continue without an answer,
-	// and in a burst this process reads late.
+	// readTime bounds how long a request of an operator takes to arrive. It does not apply to
+	// admission reviews, which may take as long as the API server waits. In a burst this process
+	// reads late, and a deletion whose review was cut would continue without an answer.
 	readTime = 5 * time.Second
-	// agentConns bounds the connections of agents: a stream each, and one more to post, so 2,000
-	// agents. agentTime bounds how long a post takes to arrive, after which the agent has given up,
-	// and how long an answer takes unless, as for streams, the handler sets the time of each write.
+	// agentConns bounds the connections of agents. An agent has one for its stream and one for its
+	// posts, so this is enough for 2,000 agents. agentTime bounds how long a post takes to arrive:
+	// after that the agent has given up. It also bounds how long an answer takes, except on
+	// streams, where the handler sets the time of each write.
 	agentConns = 4096
 	agentTime  = 10 * time.Second
-	// writeMargin is added to the webhook's timeout, after which the API server does not wait any
-	// more.
+	// writeMargin is added to the webhook's timeout to bound the write of an answer. The API server
+	// stops waiting at that timeout.
 	writeMargin = 5 * time.Second
-	// opsConns and peopleWrite bound the requests of operators, probeTime the probes of kubelets.
+	// opsConns bounds the connections of operators, and opsWrite the time to write an answer to
+	// them. probeTime bounds a probe of the kubelet.
 	opsConns  = 100
 	opsWrite  = 30 * time.Second
 	probeTime = 5 * time.Second
 )
 
-// serveAll builds everything in the order of dependency and runs it until ctx is done.
+// serveAll creates all parts, each after the parts that it depends on, and runs them until ctx is
+// done.
 func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	klog.SetSlogLogger(log)
 	crlog.SetLogger(logr.FromSlogHandler(log.Handler()))
@@ -86,7 +89,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	known, err := cache.New(config, cache.Options{
 		Scheme:           clientscheme.Scheme,
 		DefaultTransform: cache.TransformStripManagedFields(),
-		// Everything here only reads.
+		// Objects from this cache are only read, never changed.
 		DefaultUnsafeDisableDeepCopy: ptr.To(true),
 		ReaderFailOnMissingInformer:  true,
 	})
@@ -128,8 +131,8 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	if err := watch.register(ctx, known); err != nil {
 		return err
 	}
-	// A replica does not wait for these: without the right to watch Services, they state no waits
-	// and have no local policies.
+	// A replica does not wait for Services. Without the right to watch them, it knows no stated
+	// waits and no local traffic policies.
 	services, err := known.GetInformer(ctx, &corev1.Service{}, cache.BlockUntilSynced(false))
 	if err != nil {
 		return fmt.Errorf("watch Services: %w", err)
@@ -211,7 +214,8 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		ready.Stop()
 		coord.Stop()
 	}
-	// Servers of calls end first, and the tasks that they depend on after them.
+	// The servers for admission calls and agents end first. Tasks that they depend on end after
+	// them.
 	return serve.All(ctx,
 		serve.Task{Name: "cache", Run: known.Start, Last: true},
 		serve.Task{Name: "certificates", Run: proof.run, Last: true},
@@ -260,8 +264,8 @@ func metricsOnly(registry *prometheus.Registry) http.Handler {
 	return r
 }
 
-// probes serves kubelets, on a port that no other pod has to reach and that readers of metrics
-// cannot fill.
+// probes serves the kubelet's probes. It has its own port, which no other pod needs to reach, so
+// that requests for metrics cannot use up its connections.
 func probes(live, ready func() error) http.Handler {
 	r := http.NewServeMux()
 	for path, check := range map[string]func() error{"/livez": live, "/readyz": ready} {
@@ -354,8 +358,9 @@ func (w *watches) slices() toolscache.ResourceEventHandler {
 		func(s *discovery.EndpointSlice) { w.index.Delete(time.Now(), s) })
 }
 
-// synced reports whether every watch has delivered its first list. It stays so: an interruption
-// leaves what is known.
+// synced reports whether every watch has delivered its first list, and whether the coordinator has
+// received the list of agents. Once true it stays true: an interrupted watch keeps the objects that
+// it has delivered.
 func (w *watches) synced() bool {
 	if w.all.Load() {
 		return true

@@ -28,67 +28,71 @@ import (
 )
 
 const (
-	// RotateAnnotation on the Secret asks for the next set: whenever its value becomes another one.
+	// RotateAnnotation is an annotation of the Secret. Each change of its value asks for the next
+	// set.
 	RotateAnnotation = "lameduck.io/rotate"
 	// CAKey is the key of the bundle in the ConfigMap.
 	CAKey = "ca.crt"
 	// stateKey is the key of the State in the Secret.
 	stateKey = "state"
-	// lookEvery is how often everything is read again, whatever the watches say.
+	// lookEvery is the interval at which everything is read again, also without an event of a
+	// watch.
 	lookEvery = time.Minute
-	// retryEvery is how soon what did not work is tried again.
+	// retryEvery is the pause before a failed step is tried again.
 	retryEvery = time.Second
-	// lookPace and lookBurst bound how often that is.
+	// lookPace and lookBurst bound the rate of all these steps.
 	lookPace  = 500 * time.Millisecond
 	lookBurst = 10
-	// callTimeout bounds one call.
+	// callTimeout bounds all API calls of one step.
 	callTimeout = 10 * time.Second
-	// otherCA is how long a CA in the ConfigMap is left there that differs from this replica's:
-	// another replica's file may have changed sooner, as kubelets take a minute and a half. Else
-	// both would overwrite each other's all that time.
+	// otherCA is how long this replica leaves a different CA in the ConfigMap. Kubelets take up to
+	// a minute and a half to update a mounted file, so another replica may have the new CA earlier.
+	// Without this pause both would overwrite each other until then.
 	otherCA = 3 * time.Minute
 )
 
 // Options of a [Keeper].
 type Options struct {
 	Kube kubernetes.Interface
-	// Namespace has the Secret and the ConfigMap, which must exist: no right to create them is
-	// needed.
+	// Namespace has the Secret and the ConfigMap. Both must exist, so that replicas need no right
+	// to create them.
 	Namespace, Secret, ConfigMap string
 	// WebhookConfiguration is the name of the ValidatingWebhookConfiguration, and of the
-	// MutatingWebhookConfiguration if there is one. Every webhook in them is written to.
+	// MutatingWebhookConfiguration if there is one. The Keeper changes every webhook in them.
 	WebhookConfiguration string
-	// Names are those of the serving certificate.
+	// Names are the DNS names and IP addresses of the serving certificate.
 	Names []string
 	Times Times
-	// Bundle says that the CA is written into the webhook configurations and the ConfigMap. False:
-	// certificates come from elsewhere.
+	// Bundle: the Keeper writes the CA into the webhook configurations and the ConfigMap. False: an
+	// operator provides the certificates.
 	Bundle bool
-	// CA reads the CA of certificates that come from elsewhere, for the ConfigMap, if there is one.
-	// Nil, nothing read, or Bundle: nothing is written.
+	// CA reads the CA of certificates that an operator provides. The Keeper writes it into the
+	// ConfigMap, if there is one. It writes nothing if CA is nil or returns nothing, or if Bundle
+	// is set.
 	CA func() ([]byte, error)
-	// AdmitPath and MutatePath are what comes before the secret in the paths of the webhooks.
-	// Empty: the paths come from elsewhere.
+	// AdmitPath and MutatePath are the parts of the webhooks' paths before the secret. Empty: an
+	// operator provides the paths.
 	AdmitPath, MutatePath string
-	// Let is told which secrets to let in, whenever they may have changed. May be nil.
+	// Let is called with the secrets to accept, whenever they may have changed. May be nil.
 	Let func(secrets []string)
 	Log *slog.Logger
 }
 
-// Keeper keeps what the API server has equal to the State, and the State up to date. Make it with
-// New.
+// Keeper renews the State in the Secret, and writes the CA and the paths that follow from it into
+// the API server's other objects. Make it with New.
 type Keeper struct {
 	Options
 	wake signal.Signal
-	// pace limits the writes against a client that keeps writing something else.
+	// pace limits the steps, because another client may write other values again and again.
 	pace *rate.Limiter
-	// serving is what is served: of the current set and, while there is one, of the next.
+	// serving are the certificates to serve: the current one first, then the next one if there is
+	// one.
 	serving atomic.Pointer[[]*tls.Certificate]
 	trusted atomic.Pointer[[]byte]
-	// secret is that of the current set, for the log.
+	// secret is the secret of the current set. A change of it is logged.
 	secret string
-	// told is the CA that was last seen in the ConfigMap, or written, as this replica has it; other
-	// is since when there has been another one.
+	// told is this replica's CA when the ConfigMap last had it. other is since when the ConfigMap
+	// has had a different one.
 	told  string
 	other time.Time
 }
@@ -100,9 +104,9 @@ func New(o Options) *Keeper {
 
 var errNone = errors.New("there is no certificate yet: the Secret could not be read or written")
 
-// GetCertificate is for tls.Config. A caller that asks for a name which only the next certificate
-// has gets that: it would refuse the current one, and a Service that an upgrade adds could not be
-// called until the next set is current. A nil hello asks for no name.
+// GetCertificate is for tls.Config. A client that asks for a name that only the next certificate
+// has gets the next one. Otherwise a Service that an upgrade adds could not be called until the
+// next set is current. A nil hello asks for no name.
 func (k *Keeper) GetCertificate(hello *tls.ClientHelloInfo) (*tls.Certificate, error) {
 	all := k.serving.Load()
 	if all == nil {
@@ -116,13 +120,14 @@ func (k *Keeper) GetCertificate(hello *tls.ClientHelloInfo) (*tls.Certificate, e
 	return (*all)[0], nil
 }
 
-// Ready reports why nothing can be served. Nil: it can.
+// Ready returns nil if there is a certificate to serve, and otherwise the reason why there is none.
 func (k *Keeper) Ready() error {
 	_, err := k.GetCertificate(nil)
 	return err
 }
 
-// Trusted returns the CAs that may have signed what the replicas serve. Nil: none is known yet.
+// Trusted returns the CAs that may have signed the certificates of the replicas, as PEM. Nil: none
+// is known yet.
 func (k *Keeper) Trusted() []byte {
 	if trusted := k.trusted.Load(); trusted != nil {
 		return *trusted
@@ -130,7 +135,8 @@ func (k *Keeper) Trusted() []byte {
 	return nil
 }
 
-// Run works until ctx is done. What does not work is tried again, and what is served stays.
+// Run renews and publishes until ctx is done. It retries a step that fails, and continues to serve
+// the present certificate.
 func (k *Keeper) Run(ctx context.Context) error {
 	var watches sync.WaitGroup
 	defer watches.Wait()
@@ -166,7 +172,8 @@ func (k *Keeper) Run(ctx context.Context) error {
 			k.Log.Info("certificates are renewed again")
 		}
 		failing = err != nil && !apierrors.IsConflict(err)
-		// What the API server needs does not wait for what agents need.
+		// The CA for agents comes last, so that a failure of it does not delay the webhook
+		// configurations.
 		if err := k.tellCA(ctx); err != nil && !apierrors.IsConflict(err) && ctx.Err() == nil {
 			if !untold {
 				k.Log.Error("write the CA for agents: they have the former one, or none", "error", err)
@@ -203,8 +210,8 @@ func (k *Keeper) watch(ctx context.Context, running *sync.WaitGroup, client rest
 	running.Go(func() { controller.RunWithContext(ctx) })
 }
 
-// look reads everything, takes at most one step, and writes what should be otherwise. It returns
-// how long nothing will be due.
+// look reads the Secret and the other objects, takes at most one step, and writes the differences.
+// It returns the time until the next step.
 func (k *Keeper) look(ctx context.Context, now time.Time) (time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
@@ -220,7 +227,7 @@ func (k *Keeper) look(ctx context.Context, now time.Time) (time.Duration, error)
 			state = State{}
 		}
 	}
-	// First of all: what is kept can be served, whatever else does not work.
+	// This comes first, so that the stored certificate is served even if a later step fails.
 	if state.Current != nil && state.Current.usable(now) {
 		if err := k.use(state); err != nil {
 			return 0, err
@@ -261,7 +268,7 @@ func (k *Keeper) look(ctx context.Context, now time.Time) (time.Duration, error)
 	return next.wait(now, k.Times), nil
 }
 
-// use has this replica serve the state and let its secrets in.
+// use makes this replica serve the certificates of s and accept its secrets.
 func (k *Keeper) use(s State) error {
 	pair, err := s.Current.pair()
 	if err != nil {
@@ -287,9 +294,9 @@ func (k *Keeper) use(s State) error {
 	return nil
 }
 
-// publish reports whether everything that follows from s is as it should be, and with write makes
-// it so. What does not exist is as it should be: without a webhook configuration there are no
-// calls.
+// publish reports whether the webhook configurations and the ConfigMap agreed with s. If write is
+// set, it updates those that did not. An object that does not exist agrees: without a webhook
+// configuration there are no calls.
 func (k *Keeper) publish(ctx context.Context, s State, write bool) (known bool, err error) {
 	if s.Current == nil {
 		return false, nil
@@ -325,7 +332,7 @@ func (k *Keeper) publish(ctx context.Context, s State, write bool) (known bool, 
 	return known && bundle, err
 }
 
-// tell has the ConfigMap hold a CA, if write is set, and reports whether it did.
+// tell reports whether the ConfigMap held the CA. If it did not and write is set, tell writes it.
 func (k *Keeper) tell(ctx context.Context, ca []byte, write bool) (same bool, err error) {
 	return agree(ctx, "ConfigMap", k.ConfigMap, write, k.Kube.CoreV1().ConfigMaps(k.Namespace),
 		func(of *corev1.ConfigMap) bool {
@@ -335,8 +342,8 @@ func (k *Keeper) tell(ctx context.Context, ca []byte, write bool) (same bool, er
 		})
 }
 
-// agree reads an object, has set make it what it should be, and with write writes it unless set
-// reports that it was. What does not exist is as it should be.
+// agree reads an object and calls set, which changes it and reports whether it was already correct.
+// If it was not and write is set, agree writes it. An object that does not exist is correct.
 func agree[T any](ctx context.Context, kind, name string, write bool, client interface {
 	Get(ctx context.Context, name string, o metav1.GetOptions) (T, error)
 	Update(ctx context.Context, object T, o metav1.UpdateOptions) (T, error)
@@ -354,7 +361,7 @@ func agree[T any](ctx context.Context, kind, name string, write bool, client int
 	return false, nil
 }
 
-// tellCA writes the CA of certificates that the operator provides into the ConfigMap.
+// tellCA writes the CA of certificates that an operator provides into the ConfigMap.
 func (k *Keeper) tellCA(ctx context.Context) error {
 	if k.Bundle || k.CA == nil {
 		return nil
@@ -388,7 +395,8 @@ func (k *Keeper) tellCA(ctx context.Context) error {
 	return nil
 }
 
-// direct has c lead to the state, and reports whether it did.
+// direct sets the CA bundle and the path of c as s requires, and reports whether they were already
+// so.
 func (k *Keeper) direct(c *admissionv1.WebhookClientConfig, path string, s State) (same bool) {
 	same = true
 	if k.Bundle {

@@ -1,22 +1,22 @@
-// Package certs makes the certificate and the admission secret of the coordinators, and replaces
-// them without one failed call.
+// Package certs makes the certificate and the admission secret of the coordinators, and rotates
+// them without a failed call.
 //
-// All replicas are equal. What they have made stands in one Secret, as one [State], and each writes
-// what follows from it: the CA bundle and the path into the webhook configurations, the bundle into
-// a ConfigMap for agents. Writes carry the resourceVersion that was read, so that of two at one
-// moment one is refused and reads again.
+// All replicas are equal. They share one [State] in one Secret. Each replica writes the CA bundle
+// and the path into the webhook configurations, and the bundle into a ConfigMap for agents. A write
+// carries the resourceVersion that was read, so that of two simultaneous writes one is refused, and
+// its replica reads again.
 //
-// A set is a CA, a serving certificate that it has signed, and a secret. The CA signs once and its
-// key is thrown away, so that no other certificate can be made, and the whole set is always renewed
-// together. It goes through three steps, and the second begins only when what the first has changed
-// was read back from the API server, [Times.Overlap] ago:
+// A set is a CA, a serving certificate that it has signed, and a secret. The CA signs one
+// certificate, then its key is deleted. So no other certificate can be made, and the set is always
+// renewed as a whole. A set goes through three steps. A step lasts until its changes have been in
+// the API server for [Times.Overlap], as read back from it:
 //
 //	next     all replicas and agents accept its CA and its secret; neither is used yet
 //	current  its certificate is served, and its secret is in the path
 //	former   neither is used any more, and both are still accepted
 //
-// So at each moment a caller with the old bundle and path, and one with the new, meets replicas of
-// the old state and of the new, and every pair works.
+// During a rotation callers may have the old or the new bundle and path, and replicas the old or
+// the new state. Every combination works.
 package certs
 
 import (
@@ -45,28 +45,30 @@ type Times struct {
 	Overlap time.Duration
 }
 
-// Set is a CA, what it has signed, and a secret. PEM.
+// Set is a CA, the certificate that it has signed with its key, and a secret. CA, Cert and Key are
+// PEM.
 type Set struct {
 	CA     string `json:"ca"`
 	Cert   string `json:"cert"`
 	Key    string `json:"key,omitempty"`
 	Secret string `json:"secret"`
-	// Made is when.
+	// Made is when the set was made, by the clock of the replica that made it.
 	Made time.Time `json:"made"`
-	// Known is since when the API server has what this step changes. Zero: not yet.
+	// Known is since when the API server has had the changes of the set's present step. Zero: it
+	// does not have them yet.
 	Known time.Time `json:"known,omitzero"`
 }
 
-// State is all that is in the Secret. The zero value is an empty one.
+// State is the content of the Secret. The zero value has no sets.
 type State struct {
 	Current *Set `json:"current,omitempty"`
 	Next    *Set `json:"next,omitempty"`
 	Former  *Set `json:"former,omitempty"`
-	// Asked is what the annotation [RotateAnnotation] said when Next was last made.
+	// Asked is the value of [RotateAnnotation] when a set was last made.
 	Asked string `json:"asked,omitempty"`
 }
 
-// Trusted is the bundle of all CAs that may have signed what is served.
+// Trusted returns the CAs of all sets, as one PEM bundle.
 func (s State) Trusted() []byte {
 	var bundle []byte
 	for _, set := range s.sets() {
@@ -75,7 +77,7 @@ func (s State) Trusted() []byte {
 	return bundle
 }
 
-// Secrets are those that are let in. The first is the one to put into the path.
+// Secrets returns the secrets to accept. The first one belongs into the path.
 func (s State) Secrets() []string {
 	var secrets []string
 	for _, set := range s.sets() {
@@ -84,7 +86,7 @@ func (s State) Secrets() []string {
 	return secrets
 }
 
-// sets are those that there are, the current one first.
+// sets returns the sets that are not nil, the current one first.
 func (s State) sets() []*Set {
 	var sets []*Set
 	for _, set := range []*Set{s.Current, s.Next, s.Former} {
@@ -95,9 +97,9 @@ func (s State) sets() []*Set {
 	return sets
 }
 
-// step returns the state that should follow at now, and whether it is another one. known: the API
-// server had all of s when it was read. asked is what operators ask for, names those of the
-// certificate; others are a reason for another set.
+// step returns the state that follows s at now, and whether it differs. known: the API server had
+// all changes of s when it was read. asked is the present value of [RotateAnnotation]. names are
+// the names that the certificate must have: one that is missing is a reason for the next set.
 func (s State) step(now time.Time, known bool, asked string, names []string, t Times) (State, bool, error) {
 	if s.Current == nil || !s.Current.usable(now) {
 		set, err := newSet(now, names, t)
@@ -105,7 +107,8 @@ func (s State) step(now time.Time, known bool, asked string, names []string, t T
 	}
 	changed := false
 	stamp := func(set *Set) *Set {
-		// A time to come is of a replica whose clock is ahead, and would delay the next step.
+		// A time in the future was written by a replica whose clock is ahead. It is replaced,
+		// because it would delay the next step.
 		if set == nil || !known || !set.Known.IsZero() && !set.Known.After(now) {
 			return set
 		}
@@ -137,7 +140,7 @@ func (s State) step(now time.Time, known bool, asked string, names []string, t T
 	return s, changed, nil
 }
 
-// wait is how long from now until step may have something to do, if nothing changes.
+// wait returns the time from now until the next step is due, if nothing changes before.
 func (s State) wait(now time.Time, t Times) time.Duration {
 	switch {
 	case s.Former != nil && !s.Former.Known.IsZero():
@@ -181,8 +184,9 @@ func (s *Set) pair() (*tls.Certificate, error) {
 	return &pair, nil
 }
 
-// validFrom is long ago: a replica whose clock is ahead must not make a certificate that is not
-// valid yet by its callers' clocks. The CA's key is thrown away, so this allows no other signature.
+// validFrom is in the distant past, because a replica whose clock is ahead must not make a
+// certificate that is not valid yet by its callers' clocks. This permits no further signatures,
+// because the CA's key is deleted.
 var validFrom = time.Unix(0, 0)
 
 func newSet(now time.Time, names []string, t Times) (*Set, error) {
@@ -231,7 +235,7 @@ func newSet(now time.Time, names []string, t Times) (*Set, error) {
 		return nil, fmt.Errorf("encode a key: %w", err)
 	}
 	return &Set{
-		// In a Service's path the API server takes lower case alone (validation of
+		// The API server accepts only lower case in a Service's path (validation of
 		// webhooks[].clientConfig.service.path).
 		CA: encode("CERTIFICATE", caDER), Cert: encode("CERTIFICATE", der), Key: encode("PRIVATE KEY", keyDER),
 		Secret: strings.ToLower(rand.Text()), Made: now,

@@ -1,6 +1,6 @@
-// Package check finds faults in an installation of Lameduck, from what its caller has read of the
-// API server, the coordinators and their certificates. It reads nothing itself. kubectl lameduck
-// check prints its findings, each with a fix.
+// Package check finds faults in an installation of Lameduck, from [Facts] that its caller has read
+// from the API server, the coordinators and their certificates. It reads nothing itself. kubectl
+// lameduck check prints its findings, each with a fix.
 package check
 
 import (
@@ -36,7 +36,7 @@ const (
 	Error Level = "error"
 	// Unknown: it could not be checked.
 	Unknown Level = "unknown"
-	// Warning: something is less than it could be.
+	// Warning: the installation works, but protects less than it could.
 	Warning Level = "warning"
 	// Note: a choice, or a limit of the check.
 	Note Level = "note"
@@ -50,14 +50,14 @@ type Finding struct {
 	Level   Level  `json:"level"`
 	Object  string `json:"object"`
 	Problem string `json:"problem"`
-	// Fix is a command, or what to do where no command is enough.
+	// Fix is a command or, where no command is enough, an instruction.
 	Fix string `json:"fix"`
 }
 
 // Entry is one webhook of a webhook configuration.
 type Entry struct {
-	// Mutating is whether it may change objects: give new pods the barrier's hook. Lameduck's other
-	// entries hold deletions.
+	// Mutating: the entry adds the barrier's hook to new pods. Lameduck's other entries hold
+	// deletions.
 	Mutating bool
 	// Of is the name of the configuration.
 	Of, Name string
@@ -66,8 +66,8 @@ type Entry struct {
 	Timeout  *int32
 	Selector *metav1.LabelSelector
 	Rules    []admissionv1.RuleWithOperations
-	// Chain is the certificate that its coordinator serves, and those that come with it. Unserved
-	// is why it is not known.
+	// Chain is the certificate chain that the entry's coordinator serves. Unserved is the reason
+	// why it is not known.
 	Chain    []*x509.Certificate
 	Unserved error
 	// Silent is why no coordinator answered through the API server.
@@ -81,7 +81,8 @@ func (e Entry) String() string {
 	return "ValidatingWebhookConfiguration " + e.Of + ", " + e.Name
 }
 
-// Entries returns those of all webhook configurations that can be read.
+// Entries returns the entries of all webhook configurations in the cluster. With an error it
+// returns those that it could read.
 func Entries(ctx context.Context, kube kubernetes.Interface) (all []Entry, err error) {
 	validating, err := kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().List(ctx, metav1.ListOptions{})
 	if err == nil {
@@ -107,24 +108,24 @@ func Entries(ctx context.Context, kube kubernetes.Interface) (all []Entry, err e
 // Coordinator is one replica.
 type Coordinator struct {
 	Pod corev1.Pod
-	// View is what it knows, Err why it was not told.
+	// View is the coordinator's answer. Err is the reason why there is none.
 	View api.View
 	Err  error
 	// Ahead is how far its clock is ahead of the API server's.
 	Ahead time.Duration
 }
 
-// Facts are what was read of an installation.
+// Facts are the state of an installation, as its caller has read it.
 type Facts struct {
 	Now time.Time
-	// System is the namespace of the coordinators, Labels their selector, Secret the one that has
-	// their certificate. No Secret: they make it themselves.
+	// System is the namespace of the coordinators. Labels is the label selector of their pods.
+	// Secret is the name of the Secret with their certificate; empty: they make it themselves.
 	System, Labels, Secret string
 	Coordinators           []Coordinator
 	Entries                []Entry
-	// Agents are as the coordinators see them together, with the worst state.
+	// Agents are merged from all coordinators, each with its worst state.
 	Agents []api.Agent
-	// Coverage is that of the coordinator that calls the fewest Services waited for. Nil: none
+	// Coverage is taken from the coordinator that finds the most uncovered consumers. Nil: none
 	// answered.
 	Coverage   *api.Coverage
 	Namespaces []corev1.Namespace
@@ -133,28 +134,30 @@ type Facts struct {
 	NodeAgents []corev1.Pod
 	// ProxyMode is kube-proxy's, as its ConfigMap says. Empty: not known.
 	ProxyMode string
-	// Unread is what could not be read. What it would have shown is not judged.
+	// Unread are the objects that could not be read, as findings. Nothing that depends on them is
+	// judged.
 	Unread []Finding
 }
 
 const (
-	// renewal is how long before its end a certificate should have been replaced.
+	// renewal is how long before its expiry a certificate should have been replaced.
 	renewal = 7 * 24 * time.Hour
 	// skew is how far two clocks may be apart. The coordinator compares the time at which a pod
-	// became ready, which is of the node's clock, with its own: pods younger than 10 s are special.
+	// became ready, by the node's clock, with its own clock, to find pods that have been ready for
+	// less than 10 s.
 	skew = 5 * time.Second
-	// named bounds what is named of a list.
+	// named bounds how many items of a list a finding names.
 	named = 10
 
-	// Configuration is the name of Lameduck's webhook configurations, Webhooks what stands for them
-	// in [Facts.Unread].
+	// Configuration is the name of Lameduck's webhook configurations. Webhooks is the Object of
+	// their finding in [Facts.Unread].
 	Configuration = "lameduck"
 	Webhooks      = "webhook configurations"
 
 	install = "kubectl apply -k manifests/base, or helm upgrade --install with the chart"
 )
 
-// Findings judges, and returns the worst first.
+// Findings judges the facts, and returns the findings, the worst first.
 func (f Facts) Findings() []Finding {
 	all := slices.Clone(f.Unread)
 	add := func(l Level, object, fix, problem string, args ...any) {
@@ -259,7 +262,7 @@ func (f Facts) entries(add adder) {
 	}
 }
 
-// Host returns the name by which the API server knows the entry's coordinator.
+// Host returns the name that the API server verifies in the certificate of the entry's coordinator.
 func (e Entry) Host() string {
 	if s := e.Client.Service; s != nil {
 		return s.Name + "." + s.Namespace + ".svc"
@@ -281,7 +284,7 @@ func (e Entry) url() *url.URL {
 	return &url.URL{}
 }
 
-// certificate judges whether the API server accepts what an entry's coordinator serves.
+// certificate judges whether the API server accepts the certificate of an entry's coordinator.
 func (f Facts) certificate(add adder, e Entry, name, restart string) {
 	fix := restart
 	if f.Secret != "" {
@@ -314,7 +317,8 @@ func (f Facts) certificate(add adder, e Entry, name, restart string) {
 	}
 }
 
-// bundle reads a caBundle. Empty is what the system trusts.
+// bundle parses a caBundle. It returns nil, which stands for the system's CAs, if the caBundle is
+// empty.
 func bundle(text []byte) (*x509.CertPool, error) {
 	if len(text) == 0 {
 		return nil, nil
@@ -427,7 +431,7 @@ func (f Facts) agents(add adder) {
 	}
 }
 
-// coverage judges what routes Services and is not waited for.
+// coverage adds a warning for each uncovered consumer.
 func (f Facts) coverage(add adder) {
 	c := f.Coverage
 	switch {
@@ -456,7 +460,7 @@ func (f Facts) coverage(add adder) {
 	}
 }
 
-// read reports whether a kind of objects could be read.
+// read reports whether all objects of a kind could be read.
 func (f Facts) read(resource string) bool {
 	return !slices.ContainsFunc(f.Unread, func(u Finding) bool { return u.Object == resource })
 }
@@ -483,7 +487,7 @@ func nodeReady(n *corev1.Node) bool {
 	})
 }
 
-// Why returns why a pod is not ready, as its status says.
+// Why returns why a pod is not ready, from its status.
 func Why(p *corev1.Pod) string {
 	for _, c := range append(slices.Clone(p.Status.InitContainerStatuses), p.Status.ContainerStatuses...) {
 		if w := c.State.Waiting; w != nil && w.Reason != "PodInitializing" && w.Reason != "ContainerCreating" {
@@ -503,7 +507,8 @@ func Why(p *corev1.Pod) string {
 
 var mode = regexp.MustCompile(`(?m)^\s*mode:[ \t]*"?(\w*)`)
 
-// ProxyMode returns kube-proxy's mode by the ConfigMap of kubeadm. Empty: it does not say.
+// ProxyMode returns kube-proxy's mode from its ConfigMap as kubeadm writes it. Empty: the ConfigMap
+// has no mode.
 func ProxyMode(config *corev1.ConfigMap) string {
 	if found := mode.FindStringSubmatch(config.Data["config.conf"]); found != nil {
 		return cmp.Or(found[1], "iptables")

@@ -17,10 +17,11 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// leastMinor is that of the first Kubernetes 1.x whose webhook configurations have matchConditions.
+// leastMinor is the first minor version of Kubernetes 1 whose webhook configurations have
+// matchConditions.
 const leastMinor = 30
 
-// installed are what the manifests create: group, resource.
+// installed are the API group and the resource of each kind of object that the manifests create.
 var installed = [][2]string{
 	{"", "namespaces"}, {"", "serviceaccounts"}, {"", "secrets"}, {"", "configmaps"}, {"", "services"},
 	{"", "resourcequotas"}, {"apps", "deployments"}, {"apps", "daemonsets"}, {"policy", "poddisruptionbudgets"},
@@ -31,8 +32,8 @@ var installed = [][2]string{
 	{"flowcontrol.apiserver.k8s.io", "flowschemas"},
 }
 
-// Pre finds what would be in the way of an installation. It changes nothing: what it creates is a
-// dry run. An error is why the API server could not be asked at all.
+// Pre finds obstacles to an installation. It changes nothing: it creates only access reviews, and
+// pods as a dry run. It returns an error if the API server does not answer.
 func Pre(ctx context.Context, kube kubernetes.Interface, system string) ([]Finding, error) {
 	var all []Finding
 	add := func(l Level, object, fix, problem string, args ...any) {
@@ -75,7 +76,7 @@ func Pre(ctx context.Context, kube kubernetes.Interface, system string) ([]Findi
 	return worstFirst(all), nil
 }
 
-// preWebhooks finds those of others that are asked about deletions of pods.
+// preWebhooks finds webhooks of other software that the API server calls for deletions of pods.
 func preWebhooks(ctx context.Context, kube kubernetes.Interface, add adder) {
 	all, err := Entries(ctx, kube)
 	if err != nil {
@@ -107,7 +108,7 @@ func deletesPods(r admissionv1.RuleWithOperations) bool {
 }
 
 // prePods creates a pod like Lameduck's as a dry run, so that Pod Security, quotas, limits and
-// policies of others judge it themselves.
+// other admission policies of the cluster judge it.
 func prePods(ctx context.Context, kube kubernetes.Interface, namespace string, node bool, add adder) {
 	_, err := kube.CoreV1().Namespaces().Get(ctx, namespace, metav1.GetOptions{})
 	if apierrors.IsNotFound(err) {
@@ -119,7 +120,7 @@ func prePods(ctx context.Context, kube kubernetes.Interface, namespace string, n
 		ObjectMeta: metav1.ObjectMeta{GenerateName: "lameduck-check-"},
 		Spec: corev1.PodSpec{HostNetwork: node, Containers: []corev1.Container{{
 			Name: "check", Image: "lameduck/check",
-			// A quota may ask for them.
+			// A ResourceQuota may require requests.
 			Resources: corev1.ResourceRequirements{Requests: corev1.ResourceList{
 				corev1.ResourceCPU: resource.MustParse("50m"), corev1.ResourceMemory: resource.MustParse("64Mi")}},
 			SecurityContext: &corev1.SecurityContext{AllowPrivilegeEscalation: ptr.To(false),

@@ -1,9 +1,9 @@
-// Package coverage answers one question: who routes a Service, and which of these can acknowledge
-// that they have stopped routing to a pod?
+// Package coverage answers one question: which consumers send traffic to a Service, and which of
+// these can acknowledge that they have stopped routing to a pod?
 //
-// Gateways are declared in the coordinator's file. What else routes a Service is read from the
-// Service itself and from the Ingresses, HTTPRoutes and GRPCRoutes that refer to it. Other objects
-// that make a gateway route, such as Traefik's IngressRoute or Contour's HTTPProxy, are not read:
+// Gateways are declared in the coordinator's file. Other consumers are found from the Service
+// itself and from the Ingresses, HTTPRoutes and GRPCRoutes that refer to it. Other objects that
+// make a gateway route, such as Traefik's IngressRoute or Contour's HTTPProxy, are not read:
 // declare the gateway's Services, or all of them.
 package coverage
 
@@ -25,7 +25,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// StatedWait is an annotation of a Service: how long those of its consumers that can never
+// StatedWait is the annotation of a Service with its stated wait: how long consumers that can never
 // acknowledge need to stop routing to a pod.
 const StatedWait = "lameduck.io/stated-wait"
 
@@ -46,7 +46,7 @@ const (
 	Uncovered State = "Uncovered"
 )
 
-// states are all of them, the worst first.
+// states are all states, the worst first.
 var states = []State{Uncovered, Possible, Absent, Waited, Acknowledges}
 
 // Consumer is one way by which traffic reaches the pods of a Service.
@@ -64,7 +64,7 @@ func (c Consumer) String() string {
 	return fmt.Sprintf("%s routes Service %s, and %s", c.Name, c.Service, c.Why)
 }
 
-// Source is what coverage is read from. Safe for concurrent use.
+// Source computes coverage from a cache and from the coordinator's agents. Safe for concurrent use.
 type Source struct {
 	// Reader is a cache with Services and pods, and what [Source.Watch] adds to it.
 	Reader client.Reader
@@ -83,20 +83,20 @@ type Source struct {
 	nodes []drain.AgentID
 }
 
-// Service is what is known of who routes a Service.
+// Service is the coverage of one Service.
 type Service struct {
 	Name drain.Service
 	// Known is whether the Service was found in a cache that has synced.
 	Known bool
-	// Stated is the annotation [StatedWait], StatedError why it cannot be read.
+	// Stated is the value of the annotation [StatedWait]. StatedError is the error in it.
 	Stated      drain.StatedWait
 	StatedError error
 	// Consumers are in the order of their states, the uncovered ones first.
 	Consumers []Consumer
 }
 
-// Of returns who routes a Service. barrier is whether the pod in question has the preStop barrier.
-// With an error it returns those that could be found.
+// Of returns the consumers of a Service. barrier is whether the pod in question has the preStop
+// barrier. With an error it returns the consumers that it could find.
 func (s *Source) Of(ctx context.Context, name drain.Service, barrier bool) (Service, error) {
 	is := Service{Name: name}
 	var service corev1.Service
@@ -126,7 +126,7 @@ func (s *Source) Of(ctx context.Context, name drain.Service, barrier bool) (Serv
 		add(c)
 	}
 	routes, unread, errs := s.routesTo(ctx, name)
-	// gateways are the pods of those that are declared, whose agents observe no node.
+	// gateways are the pods of declared gateways. Their agents are not node agents.
 	gateways := map[drain.AgentID]bool{}
 	for _, g := range s.Gateways {
 		c, routed, err := s.gateway(ctx, g, name, routes, gateways, barrier)
@@ -188,17 +188,18 @@ func (s *Source) Uncovered(ctx context.Context, services []drain.Service, barrie
 	return names, errs
 }
 
-// Summary is what routes the Services that have pods.
+// Summary is the coverage of all Services that have pods.
 type Summary struct {
-	// Services is how many there are outside of the excluded namespaces. Whole is how many of them
-	// are waited for whole, Possible of how many that is not known.
+	// Services counts the Services that have pods and are not in an excluded namespace. Whole
+	// counts those of them whose consumers are all covered. Possible counts those for which that is
+	// not known.
 	Services, Whole, Possible int
 	// Gaps are the consumers that are not waited for, in the order of the Services.
 	Gaps []Consumer
 }
 
-// Summary returns what routes all Services. A Service has the barrier if barrier is true of each of
-// its pods. With an error it returns what could be found.
+// Summary returns the coverage of all Services that have pods. A Service has the barrier if barrier
+// returns true for each of its pods. With an error it returns the part that it could find.
 func (s *Source) Summary(ctx context.Context, excluded []string, barrier func(*corev1.Pod) bool) (sum Summary,
 	errs error) {
 	if !s.Synced() {
@@ -289,10 +290,10 @@ func (s *Source) gateway(ctx context.Context, g Gateway, service drain.Service, 
 	return c, routed, nil
 }
 
-// elsewhere is why an agent is not waited for that has declared other Services.
+// elsewhere is the reason why an agent that has declared only other Services is not waited for.
 const elsewhere = "has no agent that routes the Service"
 
-// notWaitedFor returns why the agent of a gateway's pod is not waited for. Empty: it is.
+// notWaitedFor returns why drains do not wait for the agent of a gateway's pod. Empty: they do.
 func (s *Source) notWaitedFor(id drain.AgentID, service drain.Service, barrier bool) string {
 	a := s.Agent(id)
 	directed, observed := a.Label != drain.LabelObserved, a.Label != drain.LabelDirected
@@ -337,14 +338,14 @@ func toPods(service *corev1.Service) string {
 			return key
 		}
 	}
-	// With "ingress" alone it concerns Ingresses.
+	// With only "ingress" in it, this annotation is about the load balancers of Ingresses.
 	if key := "cloud.google.com/neg"; strings.Contains(service.Annotations[key], "exposed_ports") {
 		return key
 	}
 	return ""
 }
 
-// unaided returns the consumers that the Service itself names: kube-proxy on the nodes, load
+// unaided returns the consumers that follow from the Service itself: kube-proxy on the nodes, load
 // balancers, and clients that resolve the pods' addresses. observed is whether agents observe
 // kube-proxy.
 func unaided(service *corev1.Service, observed, barrier bool) (all []Consumer) {

@@ -14,29 +14,29 @@ import (
 // Gateway declares a data plane of the cluster. Every ready pod of it must have an agent: a pod
 // without one is named as uncovered.
 type Gateway struct {
-	// Name is how the gateway is called in messages. Unique.
+	// Name is the gateway's name in messages. It must be unique.
 	Name string `json:"name"`
-	// Kind is that of the agents in its pods: gateway.KIND in their file. apisix is also that of
-	// apisixObserved.
+	// Kind is the kind of gateway of the agents in its pods: KIND of gateway.KIND in the agents'
+	// file. Use apisix for apisixObserved too.
 	Kind string `json:"kind" jsonschema:"enum=apisix,enum=envoy,enum=haproxy,enum=kernel,enum=traefik"`
-	// Namespace is that of the gateway's pods.
+	// Namespace is the namespace of the gateway's pods.
 	Namespace string `json:"namespace"`
 	// Selector is the label selector of these pods, such as app.kubernetes.io/name=traefik.
 	Selector string `json:"selector"`
-	// Services are the Services that the gateway routes: namespace/name, or namespace/* for all of
-	// a namespace.
+	// Services are the Services that the gateway routes: namespace/name, or namespace/* if it may
+	// route every Service of a namespace.
 	Services []string `json:"services"`
-	// Classes are its IngressClasses and GatewayClasses: the gateway routes the Services that an
-	// Ingress, HTTPRoute or GRPCRoute of such a class refers to.
+	// Classes are the IngressClasses and GatewayClasses of the gateway. The gateway routes the
+	// Services that an Ingress, HTTPRoute or GRPCRoute of such a class refers to.
 	Classes []string `json:"classes"`
-	// All says that the gateway may route every Service.
+	// All: the gateway may route every Service.
 	All bool `json:"all"`
 }
 
 // kindsOfAgents are the kinds of gateways whose agents are in the gateway's pods.
 var kindsOfAgents = []string{"apisix", "envoy", "haproxy", "kernel", "traefik"}
 
-// Check reports everything that is wrong with gateways, each error with its key.
+// Check returns an error for each invalid value in gateways. Each error names the key.
 func Check(gateways []Gateway) (errs []error) {
 	names := map[string]int{}
 	for i, g := range gateways {

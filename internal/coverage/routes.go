@@ -28,7 +28,8 @@ type route struct{ kind, name, class string }
 // byService is the index of routes by the Services that they refer to, as namespace/name.
 const byService = "service"
 
-// kinds are those that are read, Gateways before their routes.
+// kinds are the kinds of routes that are read. Gateway comes before the kinds whose class it
+// determines.
 var (
 	gatewayGroup = schema.GroupVersion{Group: "gateway.networking.k8s.io", Version: "v1"}
 	ingressKind  = networkingv1.SchemeGroupVersion.WithKind("Ingress")
@@ -37,10 +38,12 @@ var (
 		gatewayGroup.WithKind("GRPCRoute")}
 )
 
-// kindsEvery is how often the API server is asked for kinds that it did not have before.
+// kindsEvery is the interval at which the API server is asked for kinds that it did not have
+// before.
 const kindsEvery = 5 * time.Second
 
-// legacyClass is the annotation that was the class of an Ingress before spec.ingressClassName.
+// legacyClass is the annotation that held the class of an Ingress before spec.ingressClassName
+// existed.
 const legacyClass = "kubernetes.io/ingress.class"
 
 // kind is a watched kind. It stays when its definition is removed: the API server deletes its
@@ -60,8 +63,9 @@ func (k kind) list() client.ObjectList {
 	return &list
 }
 
-// Watch has known watch those kinds of routes that it does not watch yet and that the cluster has,
-// and returns their names. Repeat it: kinds of Gateway API may be installed at any time.
+// Watch adds to the cache each kind of route that the cluster has and that is not watched yet, and
+// returns the names of these kinds. Call it again at intervals: the kinds of Gateway API may be
+// installed at any time.
 func (s *Source) Watch(ctx context.Context, known cache.Cache, mapper meta.RESTMapper) (names []string, err error) {
 	for _, of := range kinds {
 		if slices.ContainsFunc(s.watched(), func(k kind) bool { return k.GroupVersionKind == of }) {
@@ -168,8 +172,8 @@ func items(content map[string]any, fields ...string) (objects []map[string]any) 
 	return objects
 }
 
-// reference returns what a reference of Gateway API names. Without a namespace it is that of the
-// object which refers.
+// reference returns the namespace and name in a reference of Gateway API. A reference without a
+// namespace is to own, the namespace of the object that has it.
 func reference(content map[string]any, own string) (namespace, name string) {
 	if namespace, _, _ = unstructured.NestedString(content, "namespace"); namespace == "" {
 		namespace = own
@@ -214,7 +218,7 @@ func (s *Source) routesTo(ctx context.Context, service drain.Service) (routes []
 			return nil
 		})
 	}
-	// Of several of a class the first is named.
+	// Of several routes of one class, the first by name is kept.
 	slices.SortFunc(routes, func(a, b route) int {
 		return cmp.Or(strings.Compare(a.class, b.class), strings.Compare(a.name, b.name))
 	})
@@ -255,8 +259,8 @@ func (s *Source) classesOf(ctx context.Context, object client.Object, service dr
 	return classes, errs
 }
 
-// resolved reports whether a gateway's controller has accepted the references of a route. Without
-// that, one from another namespace may not be granted.
+// resolved reports whether a gateway's controller has accepted the references of a route. Otherwise
+// no ReferenceGrant may permit a reference to another namespace.
 func resolved(of *unstructured.Unstructured) bool {
 	for _, parent := range items(of.Object, "status", "parents") {
 		for _, condition := range items(parent, "conditions") {

@@ -25,7 +25,8 @@ const (
 	hookNone = "none"
 )
 
-// addPods adds what is known of the pods at the barrier, and of those that were created without it.
+// addPods adds the nodes and hooks of the pods at the barrier, and the pods that were created
+// without it.
 func (d *Dashboard) addPods(all *api.Barriers) {
 	if d.Missing != nil {
 		missing := d.Missing()
@@ -56,8 +57,8 @@ func (d *Dashboard) addPods(all *api.Barriers) {
 	}
 }
 
-// hooksOf are the hooks of a pod's containers that wait at the barrier. None is there if the pod
-// has no barrier.
+// hooksOf returns a hook for each container of a pod, of kind hookNone if the container does not
+// wait at the barrier. It returns none if the pod has no barrier.
 func hooksOf(pod *corev1.Pod) []api.Hook {
 	hooks := []api.Hook{}
 	id := pod.Annotations[admission.BarrierIDAnnotation]
@@ -78,7 +79,7 @@ func hooksOf(pod *corev1.Pod) []api.Hook {
 		}
 		hooks = append(hooks, h)
 	}
-	// What could not be given a hook is written on the pod too.
+	// An annotation of the pod also names the containers that could not be given a hook.
 	for name := range strings.SplitSeq(pod.Annotations[admission.BarrierUncoveredAnnotation], ",") {
 		name = strings.TrimSpace(name)
 		if name != "" && !slices.ContainsFunc(hooks, func(h api.Hook) bool { return h.Container == name }) {
@@ -88,9 +89,9 @@ func hooksOf(pod *corev1.Pod) []api.Hook {
 	return hooks
 }
 
-// explainBarrier tells what a pod has for the second gate, and what is missing there. Nil: it has
-// no hook. agents are those that answer hooks, suspended or not, and whether or not they can
-// observe anything. asked of them may be asked; node names their pods' nodes.
+// explainBarrier returns a pod's part of the barrier, and what is missing there. x is nil if the
+// pod has no barrier. agents are all agents that answer hooks, including those that are suspended
+// or cannot observe. asked is how many of them may be asked. node returns the node of an agent.
 func explainBarrier(pod *corev1.Pod, agents []drain.Acknowledger, asked int, node func(drain.Acknowledger) string,
 	services []coverage.Service) (x *api.ExplainedBarrier, missing []api.Uncovered) {
 	uncovered := func(what, format string, args ...any) {
@@ -144,7 +145,8 @@ func explainBarrier(pod *corev1.Pod, agents []drain.Acknowledger, asked int, nod
 	return x, missing
 }
 
-// uncoveredOf returns what routes services and is not waited for.
+// uncoveredOf returns the consumers of services that are uncovered or may be, and the reasons why
+// the coverage of a Service is not known.
 func uncoveredOf(services []coverage.Service) (all []api.Uncovered) {
 	for _, s := range services {
 		switch {

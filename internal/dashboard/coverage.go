@@ -9,14 +9,14 @@ import (
 )
 
 const (
-	// coverageEvery is how long an answer is given again: a large cluster has thousands of Services
-	// to look at.
+	// coverageEvery is how long an answer is reused, because a large cluster has thousands of
+	// Services to read.
 	coverageEvery = 10 * time.Second
-	// maxGaps bounds what an answer lists.
+	// maxGaps bounds the consumers that an answer lists.
 	maxGaps = 200
 )
 
-// coverage answers what routes Services and is not waited for.
+// coverage returns the uncovered consumers of all Services.
 func (d *Dashboard) coverage(_ http.ResponseWriter, r *http.Request) (any, error) {
 	d.gaps.Lock()
 	defer d.gaps.Unlock()

@@ -17,9 +17,9 @@
 //
 // # What it costs
 //
-// A view is made under the coordinator's lock. All readers share one, which is made at most four
-// times a second and for at most a twentieth of the time. Without readers none is made. The other
-// replicas are asked for theirs once a second at most, while a reader wants all.
+// A view is made under the coordinator's lock. All readers share one view. It is made at most four
+// times a second, takes at most a twentieth of the time, and is not made without readers. While a
+// reader asks for all replicas, their views are requested at most once a second.
 package dashboard
 
 import (
@@ -58,22 +58,22 @@ const (
 	explainTimeout = 5 * time.Second
 )
 
-// Coordinator is what is looked at.
+// Coordinator is the coordinator whose state is served.
 type Coordinator interface {
 	View(drains, reports int) api.View
 	Report() api.Report
 	Acknowledgers(services []drain.Service) ([]drain.Acknowledger, map[drain.AgentID]string)
 }
 
-// Explainer tells what would become of a deletion.
+// Explainer explains what would happen to a deletion.
 type Explainer interface {
 	Explain(ctx context.Context, now time.Time, operation admission.Operation, namespace,
 		name string) (admission.Explanation, error)
 }
 
-// Reviewer reports whether the bearer of a token may look. Its errors may wrap
-// [coordinator.ErrUnauthenticated] or [coordinator.ErrForbidden]; others mean that it could not be
-// found out.
+// Reviewer checks whether the bearer of a token may read. An error that wraps
+// [coordinator.ErrUnauthenticated] or [coordinator.ErrForbidden] is a refusal. Any other error
+// means that the check itself failed.
 type Reviewer interface {
 	Review(ctx context.Context, token string) error
 }
@@ -84,23 +84,23 @@ type Options struct {
 	Coordinator Coordinator
 	Explainer   Explainer
 	Reviewer    Reviewer
-	// Pod returns a pod, nil if it is not known. It belongs to a cache.
+	// Pod returns a pod from a cache, which must not be changed. Nil: it is not known.
 	Pod func(pod drain.Pod) *corev1.Pod
-	// Coverage returns who routes a Service: [coverage.Source.Of].
+	// Coverage returns the consumers of a Service: [coverage.Source.Of].
 	Coverage func(ctx context.Context, service drain.Service, barrier bool) (coverage.Service, error)
-	// Summary returns what routes all Services: [coverage.Source.Summary].
+	// Summary returns the coverage of all Services: [coverage.Source.Summary].
 	Summary func(ctx context.Context) (coverage.Summary, error)
 	// Missing returns the pods that ask for the barrier and were created without it. Nil: it is not
 	// known.
 	Missing func() []string
-	// Views and Reports ask the other replicas for theirs, and name those that do not answer. Nil:
-	// there are none.
+	// Views returns the views of the other replicas, and Reports returns their reports. silent are
+	// the names of replicas that do not answer. Nil: there are no other replicas.
 	Views   func(ctx context.Context) (all []api.View, silent []string)
 	Reports func(ctx context.Context) (all []api.Report, silent []string)
 	Log     *slog.Logger
 }
 
-// Dashboard is one replica's. Make it with New.
+// Dashboard serves the state of one replica. Make it with New.
 type Dashboard struct {
 	Options
 	// shown is the newest view, which is due again at next.
@@ -126,13 +126,13 @@ type Dashboard struct {
 // New returns a dashboard.
 func New(o Options) *Dashboard { return &Dashboard{Options: o} }
 
-// access is who may call a route.
+// access is the group of callers that may call a route.
 type access string
 
 const (
-	// anyone may: the row tells nothing of the cluster.
+	// anyone: every caller. The route shows nothing of the cluster.
 	anyone access = "anyone"
-	// readers may read: on loopback all callers, elsewhere those that the Reviewer admits.
+	// readers: on a loopback address all callers, elsewhere those that the Reviewer admits.
 	readers access = "readers"
 )
 
@@ -142,8 +142,8 @@ type route struct {
 	serve  func(*Dashboard, http.ResponseWriter, *http.Request) (any, error)
 }
 
-// routes is everything that is served, all of it with GET. A result is written as JSON; nil: the
-// handler wrote itself.
+// routes are all routes. They answer GET and HEAD. The result of serve is written as JSON, unless
+// its error is errWritten: then it has written the answer itself.
 var routes = []route{
 	{"/", anyone, (*Dashboard).file},
 	{"/assets/{name}", anyone, (*Dashboard).file},
@@ -180,8 +180,8 @@ func (r refusal) Error() string { return r.text }
 
 var errWritten = errors.New("written")
 
-// headers are on every answer. The page loads everything from this server, and no other page may
-// frame it.
+// headers are set on every answer. They let the page load files only from this server, and let no
+// other page frame it.
 var headers = map[string]string{
 	"Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; " +
 		"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -193,8 +193,8 @@ var headers = map[string]string{
 	"Cache-Control":                "no-store",
 }
 
-// Handler returns what is served on address: open if that is a loopback address, and else for those
-// whom the Reviewer lets.
+// Handler returns the handler for address. On a loopback address it is open to all callers,
+// elsewhere to those that the Reviewer admits.
 func (d *Dashboard) Handler(address net.Addr) http.Handler {
 	open := Loopback(address)
 	r := mux.NewRouter()
@@ -232,7 +232,7 @@ func (d *Dashboard) Handler(address net.Addr) http.Handler {
 				fmt.Sprintf("host %.200q: this is reached as localhost or a loopback address", req.Host)})
 			return
 		}
-		// What cannot have a deadline, such as a recorder in a test, has none.
+		// A writer that supports no deadline, such as a recorder in a test, has none.
 		_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(explainTimeout + writeTimeout))
 		r.ServeHTTP(w, req)
 	})
@@ -254,7 +254,7 @@ func localHost(host string) bool {
 	return host == "localhost" || ip != nil && ip.IsLoopback()
 }
 
-// admit says why a request is refused. Nil: it is not.
+// admit returns the reason why a request is refused, or nil.
 func (d *Dashboard) admit(to access, open bool, r *http.Request) error {
 	if to == anyone || open {
 		return nil
@@ -276,7 +276,7 @@ func (d *Dashboard) admit(to access, open bool, r *http.Request) error {
 	}
 }
 
-// answer is the one place that writes a response, but for files.
+// answer writes a response. Only file writes its own.
 func (d *Dashboard) answer(w http.ResponseWriter, result any, err error) {
 	if errors.Is(err, errWritten) {
 		return
@@ -300,8 +300,8 @@ func (d *Dashboard) answer(w http.ResponseWriter, result any, err error) {
 	_ = json.NewEncoder(w).Encode(result)
 }
 
-// kinds are the types of files, by the ends of their names. Those of the machine are not asked:
-// they differ.
+// kinds are the content types of files, by extension. Package mime is not used, because its types
+// depend on the machine.
 var kinds = map[string]string{
 	".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
 	".svg": "image/svg+xml",

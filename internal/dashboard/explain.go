@@ -50,8 +50,8 @@ func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error)
 	}
 	parties, gateways := d.Coordinator.Acknowledgers(services)
 	if len(services) == 0 {
-		// No Service lists the pod. But agents that observe every Service are asked at the barrier,
-		// if the pod has one.
+		// No Service lists the pod. If the pod has a barrier, agents that observe every Service are
+		// asked there nevertheless.
 		barrier := e.Pod.Annotations[admission.BarrierIDAnnotation] != ""
 		parties = slices.DeleteFunc(parties, func(p drain.Acknowledger) bool {
 			return !barrier || p.Hold || !p.Barrier
@@ -92,7 +92,7 @@ func (d *Dashboard) nodeOf(name string, id drain.AgentID) string {
 	return ""
 }
 
-// explanation words what would happen. It has no I/O and no clock.
+// explanation describes in words what would happen to the pod. It does no I/O and reads no clock.
 func explanation(e admission.Explanation, parties []drain.Acknowledger, gateways map[drain.AgentID]string,
 	node func(drain.Acknowledger) string, covers []coverage.Service) api.Explanation {
 	x := api.Explanation{
@@ -129,18 +129,19 @@ func explanation(e admission.Explanation, parties []drain.Acknowledger, gateways
 	return x
 }
 
-// uncover appends to what x says is not waited for.
+// uncover appends to x a way of traffic that the deletion would not wait for.
 func uncover(x *api.Explanation, what, format string, args ...any) {
 	x.Uncovered = append(x.Uncovered, api.Uncovered{What: what, Why: fmt.Sprintf(format, args...)})
 }
 
-// explainGates appends to x the gates at which parties would be asked, and why others would not be.
-// observers are all that observe; asked counts those of them that are not suspended, if the pod has
-// a barrier. unable have pods' hooks and cannot observe what sends to pods on their nodes.
+// explainGates appends to x the gates at which parties would be asked, and the reasons why others
+// would not be. observers are the agents that observe. asked counts the observers that are not
+// suspended; 0 if the pod has no barrier. unable are the node agents that answer hooks but cannot
+// observe kube-proxy on their nodes.
 func explainGates(x *api.Explanation, verdict admission.Verdict, barrier bool, parties []drain.Acknowledger,
 	gateways map[drain.AgentID]string, node func(drain.Acknowledger) string,
 ) (observers, unable []drain.Acknowledger, asked int) {
-	// A deletion that is refused now waits when it is tried again.
+	// A deletion that is denied now waits when the caller tries again.
 	waits := verdict.Action != admission.Allow
 	for _, p := range parties {
 		gateway := gateways[p.ID]

@@ -11,17 +11,17 @@ import (
 )
 
 const (
-	// maxDrains, maxReports and maxAgents bound what a view lists, maxOutcomes how many outcomes it
-	// has.
+	// maxDrains, maxReports, maxAgents and maxOutcomes bound the lists in a view: drains, reports
+	// of one drain, agents and outcomes.
 	maxDrains   = 200
 	maxReports  = 20
 	maxAgents   = 200
 	maxOutcomes = 100
-	// viewEvery is how often a view is made at most. One that took long is rested from for
-	// restFactor times as long.
+	// viewEvery is the shortest pause between two views. After a view that took long, the pause is
+	// restFactor times as long as it took.
 	viewEvery  = 250 * time.Millisecond
 	restFactor = 20
-	// othersEvery is how often the other replicas are asked at most.
+	// othersEvery is the shortest pause between two requests to the other replicas.
 	othersEvery = time.Second
 )
 
@@ -37,7 +37,8 @@ func (d *Dashboard) latest() api.View {
 	return d.shown.View
 }
 
-// Shown is what this replica tells another one: its view, or its report.
+// Shown returns the answer to another replica: this replica's view or, if report is set, its
+// report.
 func (d *Dashboard) Shown(report bool) any {
 	if report {
 		return d.Coordinator.Report()
@@ -45,7 +46,8 @@ func (d *Dashboard) Shown(report bool) any {
 	return d.latest()
 }
 
-// others returns the newest views of the other replicas, and asks for them if these are due.
+// others returns the newest views of the other replicas, and the names of replicas that do not
+// answer. It asks for the views if that is due.
 func (d *Dashboard) others(ctx context.Context) (all []api.View, silent []string) {
 	d.peers.Lock()
 	defer d.peers.Unlock()
@@ -56,10 +58,11 @@ func (d *Dashboard) others(ctx context.Context) (all []api.View, silent []string
 	return d.peers.all, d.peers.silent
 }
 
-// ofAll says that a request wants what all replicas say.
+// ofAll reports whether a request is for the joined view or report of all replicas.
 func ofAll(r *http.Request) bool { return r.URL.Query().Get("replicas") == "all" }
 
-// view is that of the coordinator, with what is known of pods, and within bounds.
+// view returns the coordinator's view, with nodes and hooks of pods added, and its lists cut to the
+// bounds.
 func (d *Dashboard) view() api.View {
 	v := d.Coordinator.View(maxDrains, maxReports)
 	v.Outcomes = v.Outcomes[:min(len(v.Outcomes), maxOutcomes)]

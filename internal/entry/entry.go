@@ -18,19 +18,22 @@ import (
 )
 
 const (
-	// Pod is the name of a pod that need not exist. Coordinators refuse its eviction as a dry run,
-	// which proves that the API server asks them and hears the answer; nothing changes.
+	// Pod is the name of a pod that need not exist. Coordinators refuse its eviction as a dry run.
+	// The refusal proves that the API server asks them and receives the answer, and changes
+	// nothing.
 	Pod = "lameduck-check"
 	// Answer is how that refusal begins.
 	Answer = "Lameduck answers"
-	// label on the eviction has one entry of the webhook configuration asked alone, by its
-	// matchConditions. Else the first of several refusals would hide an entry that does not work.
+	// label on the eviction selects one entry of the webhook configuration, through the
+	// matchConditions of the entries. Otherwise the first of several refusals would hide an entry
+	// that does not work.
 	label = "lameduck.io/entry"
 	// timeout bounds one question.
 	timeout = 10 * time.Second
 )
 
-// ErrNotAsked is all that can be seen from here.
+// ErrNotAsked: the coordinator of the entry has not answered. The API server does not return the
+// reason.
 var ErrNotAsked = errors.New("the API server does not ask, or its call fails and is ignored. Look whether the " +
 	"namespace is excluded, at " +
 	"kubectl get validatingwebhookconfiguration lameduck -o yaml (caBundle and service.path are written by " +
@@ -52,7 +55,8 @@ func Ask(ctx context.Context, kube kubernetes.Interface, namespace string, ordin
 	var status apierrors.APIStatus
 	switch {
 	case err != nil && strings.Contains(err.Error(), Answer):
-		// During an upgrade another webhook configuration may lead here too, and refuse first.
+		// During an upgrade another webhook configuration may also call a coordinator, whose
+		// refusal then comes first.
 		if !strings.Contains(err.Error(), strconv.Quote(Name(ordinal))) {
 			return "", fmt.Errorf("%w: %w", ErrNotAsked, err)
 		}

@@ -1,26 +1,27 @@
 // Package identity asks Kubernetes who an agent is and whether it may acknowledge drains, and
 // whether an operator may look at them.
 //
-// A token proves who: a projected service account token for our audience names the pod it was made
-// for, and that pod's UID is the agent's identity. RBAC says what: the service account needs the
-// verb "acknowledge" on the virtual resource "drains" in the API group "lameduck.io", either
-// everywhere (ClusterRoleBinding) or in the namespaces whose Services its gateway routes and in its
-// own (RoleBinding). The right everywhere decides also which pods with the agent's label are
-// expected to answer before they have connected ([Kubernetes.Allowed]), so that deletions cannot be
-// delayed by putting a label on a pod. An operator needs the verb "get" there, everywhere. An agent
-// that asks at the barrier also needs the verb "create" on the virtual resource "barriers",
-// everywhere.
+// A token proves the identity: a projected service account token for [Audience] names the pod that
+// it was made for, and the UID of that pod is the agent's identity. RBAC grants the rights: the
+// service account needs the verb "acknowledge" on the virtual resource "drains" of the API group
+// "lameduck.io". It needs it either everywhere (ClusterRoleBinding), or in its own namespace and in
+// the namespaces whose Services its gateway routes (RoleBinding). The right everywhere decides also
+// which pods with the agent's label are expected to answer before they have connected
+// ([Kubernetes.Allowed]), so that deletions cannot be delayed by putting a label on a pod. An
+// operator needs the verb "get" there, everywhere. An agent that asks at the barrier also needs the
+// verb "create" on the virtual resource "barriers", everywhere.
 //
-// Answers are remembered: a valid token for a minute and never beyond its own end (also one whose
-// pod is deleted), a right for [rememberRight], a no for [rememberNo], so that a right that was
-// just given, or a token that the API server did not know yet, waits no longer.
+// Answers are remembered. A valid token is remembered for a minute but not beyond its expiry, even
+// if its pod is deleted. A right is remembered for [rememberRight]. A refusal is remembered for
+// [rememberNo], so that a right that was just granted, or a token that the API server did not know
+// yet, waits no longer than that.
 //
-// Questions are asked in lanes with rates of their own, so that made-up tokens keep neither the API
-// server busy nor agents out. A token that was valid before waits in none. A new one waits in the
-// lane of the pod that its claims name, if that is an expected agent ([Kubernetes.Expect]): the
-// claims are not verified yet, but a stranger has to know the pod's UID, and delays that agent
-// alone. Another replica has a lane of its own, and so have all operators together. All others
-// share one.
+// Requests to the API server wait in lanes, each with its own rate limit, so that forged tokens
+// neither overload the API server nor delay agents. A token that was valid before does not wait. A
+// new token waits in the lane of the pod that its claims name, if that is an expected agent
+// ([Kubernetes.Expect]). The claims are not verified yet, but a forger has to know the pod's UID,
+// and delays only that agent. Each other replica has its own lane, and all operators share one. All
+// other tokens share one lane.
 package identity
 
 import (
@@ -45,22 +46,24 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// Audience is what tokens must be made for. Such a token is good for nothing but Lameduck.
+// Audience is the audience that tokens must be made for. The API server does not accept such a
+// token.
 const Audience = "lameduck.io"
 
 const (
-	// How long answers are used again: that a token is valid, a right, a no, and the no of an
-	// account of a pod with the agent's label; maxRemembered bounds their number.
+	// remember, rememberRight and rememberNo are how long a valid token, a right and a refusal are
+	// remembered. rememberNoLabel is for refusals of the service accounts of pods with the agent's
+	// label. maxRemembered bounds the number of answers. askTimeout bounds one question.
 	remember        = time.Minute
 	rememberRight   = 45 * time.Second
 	rememberNo      = 5 * time.Second
 	rememberNoLabel = 30 * time.Second
 	maxRemembered   = 20_000
 	askTimeout      = 5 * time.Second
-	// The questions in a second and at once: of strangers, of operators who look at the page, of
-	// all agents, about rights, and of one agent (one a second). Together with those of two other
-	// replicas they are fewer than the webhook's own limit of 200 requests a second, in which the
-	// questions of replicas would otherwise wait.
+	// Rates are questions per second, bursts are questions at once: for unknown tokens, operators,
+	// all agents, rights, and one agent (1 per second). With the lanes of two other replicas, their
+	// sum is below the limit of 200 requests per second of the webhook's own client. Otherwise
+	// questions about replicas would wait there.
 	strangersRate  = 20
 	strangersBurst = 50
 	operatorsRate  = 5
@@ -68,8 +71,8 @@ const (
 	agentsBurst    = 100
 	rightsRate     = 40
 	oneBurst       = 5
-	// Those of another replica: as many calls as the API server has seats may be the first with a
-	// new token.
+	// The lane of another replica. After a replica gets a new token, as many calls as the API
+	// server has seats may be the first with it.
 	replicaRate  = 10
 	replicaBurst = 100
 
@@ -84,16 +87,17 @@ const (
 // Kubernetes asks the API server, and remembers its answers. Safe for concurrent use.
 type Kubernetes struct {
 	Client kubernetes.Interface
-	// Replicas is the user name of the coordinator's own service account. Who has it needs no
-	// right: it is a replica. Empty: there are no other replicas.
+	// Replicas is the user name of the coordinator's own service account. A token of that user is a
+	// replica's, and needs no right. Empty: there are no other replicas.
 	Replicas string
 
-	// strangers, agents and operators limit questions about their tokens, rights those about
-	// rights.
+	// strangers, agents and operators limit questions about tokens: of unknown bearers, of all
+	// expected agents together, and of operators. rights limits questions about rights.
 	strangers, agents, operators, rights *rate.Limiter
 
 	mu sync.Mutex
-	// expected holds the lane of each expected agent, replicas that of each other replica.
+	// expected has the limiter of each expected agent. replicas has the limiter of each other
+	// replica.
 	expected, replicas map[drain.AgentID]*rate.Limiter
 	tokens             map[hash]answer[bearer]
 	allowed            map[right]answer[bool]
@@ -101,14 +105,15 @@ type Kubernetes struct {
 
 type hash [sha256.Size]byte
 
-// bearer is the user of a token, and when the token ends, if it says so.
+// bearer is the user of a token, and the token's expiry. The zero time: not known.
 type bearer struct {
 	authenticationv1.UserInfo
 	until time.Time
 }
 
-// right is what is asked about: whether username may acknowledge drains or create barriers, by the
-// resource, in namespace, or everywhere if that is empty; or whether the user of a token may look.
+// right is the subject of a question: whether username may acknowledge drains or create barriers,
+// depending on resource. It is about namespace or, if that is empty, about all namespaces. If looks
+// is set, the question is whether the user of that token may read drains.
 type right struct {
 	resource, username, namespace string
 	looks                         hash
@@ -130,7 +135,7 @@ func New(client kubernetes.Interface) *Kubernetes {
 	}
 }
 
-// Expect sets which agents have a lane of their own: all that the API says exist.
+// Expect sets the agents that have their own lane: all expected agents.
 func (k *Kubernetes) Expect(agents []drain.Expected) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -143,8 +148,8 @@ func (k *Kubernetes) Expect(agents []drain.Expected) {
 	}
 }
 
-// ExpectReplica gives another replica of the coordinator, by its pod's UID, a lane of its own, or
-// takes it away.
+// ExpectReplica adds or removes the lane of another replica of the coordinator. id is the UID of
+// the replica's pod.
 func (k *Kubernetes) ExpectReplica(id drain.AgentID, expected bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -156,7 +161,7 @@ func (k *Kubernetes) ExpectReplica(id drain.AgentID, expected bool) {
 	}
 }
 
-// lane is where questions wait, one limiter after the other.
+// lane is a list of limiters. A question waits for each, one after the other.
 type lane []*rate.Limiter
 
 // laneOf returns the lane of a token that is not verified yet.
@@ -164,8 +169,8 @@ func (k *Kubernetes) laneOf(token string) lane {
 	claims, _ := claimsOf(token)
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	// A replica does not queue with agents: all come at once after a restart, and without the other
-	// replicas there is no common order.
+	// A replica does not wait behind agents, which all connect simultaneously after a restart.
+	// Until the replicas reach each other, they have no common opener.
 	if own := k.replicas[claims.Kubernetes.Pod.UID]; own != nil {
 		return lane{own}
 	}
@@ -280,8 +285,9 @@ func (k *Kubernetes) review(ctx context.Context, token string, l lane) (bearer, 
 	return of, err
 }
 
-// makeRoom forgets, when there are too many answers, the old ones and then, if these are not half,
-// any others up to half: strangers must not make us forget all agents at once.
+// makeRoom deletes answers when there are maxRemembered. It deletes old answers and refusals first,
+// then any others until half of maxRemembered is left. Unknown tokens must not remove the answers
+// about all agents at once.
 func makeRoom[K comparable, V any](answers map[K]answer[V], now time.Time) {
 	if len(answers) < maxRemembered {
 		return
@@ -301,7 +307,7 @@ func makeRoom[K comparable, V any](answers map[K]answer[V], now time.Time) {
 // maxToken bounds a token that is asked about, in bytes.
 const maxToken = 16 << 10
 
-// claims are what a JSON Web Token says of itself.
+// claims are the claims of a JSON Web Token. They are not verified.
 type claims struct {
 	Subject    string `json:"sub"`
 	Expires    int64  `json:"exp"`
@@ -326,7 +332,7 @@ func claimsOf(token string) (c claims, ok bool) {
 	return c, c.Expires != 0
 }
 
-// Subject returns the user whom a token of this process's own is for. It is not verified.
+// Subject returns the user of this process's own token, without verifying it.
 func Subject(token string) (string, error) {
 	c, _ := claimsOf(token)
 	if c.Subject == "" {
@@ -335,8 +341,8 @@ func Subject(token string) (string, error) {
 	return c.Subject, nil
 }
 
-// end is when a token ends that was just called valid. If that is over, this replica's clock is
-// ahead: the token then lasts from now for as long as it was made for.
+// end returns the expiry of a token that the API server has just found valid. If that time is in
+// the past, this replica's clock is ahead. The token is then valid from now for its whole lifetime.
 func (c claims) end(now time.Time) time.Time {
 	end := time.Unix(c.Expires, 0)
 	if !end.After(now) && c.Issued > 0 && c.Issued < c.Expires {
@@ -345,14 +351,15 @@ func (c claims) end(now time.Time) time.Time {
 	return end
 }
 
-// check returns why a token is not good here.
+// check returns an error if the API server did not accept the token, or not for [Audience].
 func check(status authenticationv1.TokenReviewStatus) error {
 	if !status.Authenticated {
 		return refusal{coordinator.ErrUnauthenticated,
 			fmt.Sprintf("%v (audience must be %q): %s", coordinator.ErrUnauthenticated, Audience, status.Error)}
 	}
 	if !slices.Contains(status.Audiences, Audience) {
-		// An authenticator that does not know audiences answers without, and means its own.
+		// An authenticator that does not support audiences returns none. The token is then for the
+		// API server's own audience.
 		return refusal{coordinator.ErrUnauthenticated,
 			fmt.Sprintf("the token of %s is for the audience %q, not for %q", status.User.Username, status.Audiences,
 				Audience)}
@@ -381,9 +388,9 @@ func (k *Kubernetes) MayAskBarriers(ctx context.Context, who coordinator.Identit
 	return k.may(ctx, "create", right{resource: barriers, username: who.Username}, rememberNo, lane{k.rights})
 }
 
-// Allowed reports whether username may acknowledge drains everywhere. A no may be older than one
-// for an agent that presents its token, and stays while the rate is nearly used up: accounts
-// without the right must not delay a new one.
+// Allowed reports whether username may acknowledge drains everywhere. It remembers a refusal longer
+// than Authenticate does, and for an hour while the rate is nearly used up, so that accounts
+// without the right do not delay a new account.
 func (k *Kubernetes) Allowed(ctx context.Context, username string) (bool, error) {
 	no := rememberNoLabel
 	if k.rights.Tokens() < agentsBurst/2 {
@@ -397,7 +404,7 @@ func (k *Kubernetes) acknowledges(ctx context.Context, username, namespace strin
 	return k.may(ctx, "acknowledge", right{resource: drains, username: username, namespace: namespace}, no, l)
 }
 
-// may reports whether the service account of what may use verb.
+// may reports whether the service account what.username may use verb on what.resource.
 func (k *Kubernetes) may(ctx context.Context, verb string, what right, no time.Duration, l lane) (bool, error) {
 	return k.ask(ctx, what, authorizationv1.SubjectAccessReviewSpec{
 		User: what.username, Groups: groups(namespaceOf(what.username)),
@@ -405,8 +412,8 @@ func (k *Kubernetes) may(ctx context.Context, verb string, what right, no time.D
 	}, no, l)
 }
 
-// ask returns a remembered answer, a no for as long as no, or asks the API server whether the user
-// of spec may use its verb on the resource of what.
+// ask reports whether the user of spec may use its verb on the resource of what. It returns a
+// remembered answer if there is one, a refusal for at most no, and otherwise asks the API server.
 func (k *Kubernetes) ask(ctx context.Context, what right, spec authorizationv1.SubjectAccessReviewSpec,
 	no time.Duration, l lane) (bool, error) {
 	k.mu.Lock()
@@ -445,7 +452,7 @@ func (k *Kubernetes) ask(ctx context.Context, what right, spec authorizationv1.S
 	return review.Status.Allowed, nil
 }
 
-// refusal is an error whose text says more than its kind.
+// refusal is an error of a kind, with a text of its own.
 type refusal struct {
 	kind error
 	text string
@@ -454,7 +461,7 @@ type refusal struct {
 func (r refusal) Error() string { return r.text }
 func (r refusal) Unwrap() error { return r.kind }
 
-// Username is how a service account is called in reviews.
+// Username returns the user name of a service account in the API server's reviews.
 func Username(namespace, serviceAccount string) string {
 	return "system:serviceaccount:" + namespace + ":" + serviceAccount
 }

@@ -3,17 +3,17 @@
 // answers.
 //
 // Each replica is an entry of the webhook configuration, so the API server asks all of them about
-// every deletion, and one denial denies. What takes capacity (a place in a PodDisruptionBudget,
-// half of a Service) must be decided in one order, or two evictions lock each other out: one
-// replica allows the first and refuses the second, the other one the reverse. So one replica
-// decides that: the opener, the ready one with the lowest ordinal. The others are witnesses: a
-// witness asks the opener before it opens a drain of its own, and then waits for the gateways by
-// itself. Which pod is the last target follows from EndpointSlices and from this order, and each
-// replica reads it for itself.
+// every deletion, and one denial denies. Deletions that take capacity (of a PodDisruptionBudget or
+// of a Service) must be decided in one order. Otherwise two evictions can block each other: one
+// replica allows the first and refuses the second, and another replica does the reverse. So one
+// replica decides about capacity: the opener, which is the ready replica with the lowest ordinal.
+// The others are witnesses: a witness asks the opener before it opens a drain of its own, and then
+// waits for the gateways by itself. Which pod is the last target follows from EndpointSlices and
+// from this order, and each replica reads it for itself.
 //
 // A replica that does not answer is not asked again until a poll has reached it, so it delays the
-// calls of one moment by [ClaimTime] at most. A witness that cannot reach any replica before it
-// decides for itself: what is lost then is the common order, not the acknowledgements.
+// calls of one moment by [ClaimTime] at most. A witness that cannot reach any replica with a lower
+// ordinal decides for itself. The common order is lost then, but not the acknowledgements.
 package peers
 
 import (
@@ -35,12 +35,12 @@ import (
 )
 
 const (
-	// ClaimTime is how long a claim may take. A hold is longer by more than that.
+	// ClaimTime bounds a claim. It must be shorter than a hold.
 	ClaimTime = time.Second
 	// PollTime is how long a replica may take to answer a poll.
 	PollTime = time.Second
-	// pollEvery is how often each replica is polled, AdoptEvery how often as long as a replica that
-	// starts adopts what the others have open.
+	// pollEvery is the interval between two polls of a replica. AdoptEvery is the interval while
+	// this replica starts and adopts the open drains of the others.
 	pollEvery  = time.Second
 	AdoptEvery = 250 * time.Millisecond
 	// maxAnswer bounds an answer, in bytes.
@@ -50,7 +50,7 @@ const (
 // Peer is another replica, by its pod.
 type Peer struct {
 	Ordinal int
-	// Name is that of its pod.
+	// Name is the name of its pod.
 	Name string
 	// URL is where its API for agents is, such as https://10.0.0.1:9444.
 	URL string
@@ -65,8 +65,8 @@ type Table struct {
 	Ordinal int
 	Name    string
 	Started time.Time
-	// Able is why this replica cannot judge deletions now: it then leaves capacity to any other.
-	// Nil: it always can.
+	// Able returns the reason why this replica cannot judge deletions now, or nil. While it cannot,
+	// any other replica comes before it. If Able itself is nil, it always can.
 	Able func() error
 
 	mu    sync.Mutex
@@ -75,7 +75,7 @@ type Table struct {
 	adopted bool
 }
 
-// peer is what is known of one replica.
+// peer is the state of one other replica.
 type peer struct {
 	Peer
 	// silent: the last request got no answer. polled: it has answered a poll and each request
@@ -142,7 +142,7 @@ func (p *Peers) Run(ctx context.Context, synced func() bool) error {
 	}
 }
 
-// poll polls each replica once. It returns when to do so again.
+// poll polls each replica once. It returns the time until the next poll.
 func (p *Peers) poll(ctx context.Context) time.Duration {
 	var asking sync.WaitGroup
 	for _, of := range p.All() {
@@ -156,11 +156,11 @@ func (p *Peers) poll(ctx context.Context) time.Duration {
 	return p.Heed(time.Now(), p.Polled)
 }
 
-// Heed processes the result of a poll: call it when each replica has answered or was given up. It
-// calls polled, if that is not nil, with the last states of the replicas that answer and whether to
-// adopt their open drains, and returns when to poll again. A replica that starts adopts until all
-// ready replicas have answered, and afterwards the drains that are opened elsewhere until the API
-// server asks it.
+// Heed processes the result of a poll. Call it when each replica has answered or has timed out. It
+// calls polled, if that is not nil, with the last states of the replicas that answer, and with
+// whether to adopt their open drains. It returns the time until the next poll. A replica that
+// starts adopts open drains until all ready replicas have answered. After that it adopts the drains
+// that other replicas open until it is ready itself, for at most twice [Settle].
 func (t *Table) Heed(now time.Time, polled func(told []wire.Replica, adopt bool)) (again time.Duration) {
 	up, able := now.Sub(t.Started), t.Able == nil || t.Able() == nil
 	silent := len(t.list(func(of *peer) bool { return of.Ready && (of.silent || !of.polled) }))
@@ -191,12 +191,12 @@ func (t *Table) Known() error {
 	return errors.New("the open drains of the other replicas are not known yet")
 }
 
-// Opener reports whether this replica decides what takes capacity: no replica before it is ready
+// Opener reports whether this replica decides about capacity, because no replica before it is ready
 // and answers.
 func (t *Table) Opener() bool { return len(t.Before()) == 0 }
 
-// Claim asks the opener about a deletion, for at most [ClaimTime]. ok is false if this
-// replica is the opener, or must act as one: none that is before it answers.
+// Claim asks the opener about a deletion, for at most [ClaimTime]. ok is false if this replica is
+// the opener, or must act as the opener because no replica before it has judged the deletion.
 func (p *Peers) Claim(ctx context.Context, claim wire.Claim) (claimed wire.Claimed, ok bool) {
 	return p.first(ctx, p.Before(), claim, Judged)
 }
@@ -206,20 +206,22 @@ func Judged(c wire.Claimed) bool {
 	return c.Verdict == wire.VerdictDrain || c.Verdict == wire.VerdictDeny
 }
 
-// Asked reports whether the API server has asked the replica of another entry about the pod within
-// the last time. Of two pods of one entry, a call reaches one.
+// Asked reports whether the API server has asked the replica of another entry about the pod, no
+// longer than within ago. If an entry has two pods, a call reaches only one of them.
 func (p *Peers) Asked(ctx context.Context, pod drain.Pod, within time.Duration) bool {
 	_, asked := p.first(ctx, p.Beside(), wire.Claim{Pod: pod, OnlyAsked: true},
 		func(c wire.Claimed) bool { return AskedWithin(c, within) })
 	return asked
 }
 
-// AskedWithin reports whether the API server had asked a replica within the last time.
+// AskedWithin reports whether the API server had asked a replica, no longer than within before its
+// answer c.
 func AskedWithin(c wire.Claimed, within time.Duration) bool {
 	return c.AskedMillis >= 0 && c.AskedMillis <= within.Milliseconds()
 }
 
-// first asks one replica after the other until an answer is such that it counts.
+// first asks one replica after the other, and returns the first answer for which counts returns
+// true.
 func (p *Peers) first(ctx context.Context, all []Peer, claim wire.Claim,
 	counts func(wire.Claimed) bool) (claimed wire.Claimed, ok bool) {
 	within, cancel := context.WithTimeout(ctx, ClaimTime)
@@ -249,9 +251,9 @@ func (t *Table) Sees() (name string, ok bool) {
 	return "", false
 }
 
-// Before returns the replicas that come before this one and can be asked, the first one first.
-// While a replica is being replaced there are two of one ordinal: their names decide. All come
-// before a replica that cannot judge.
+// Before returns the replicas that come before this one and can be asked, in their order. The order
+// is by ordinal and, because an ordinal has two pods during a replacement, by name. If this replica
+// cannot judge deletions, all others come before it.
 func (t *Table) Before() []Peer {
 	able := t.Able == nil || t.Able() == nil
 	return peersOf(t.list(func(of *peer) bool {
@@ -276,7 +278,7 @@ func peersOf(all []peer) []Peer {
 	return of
 }
 
-// list returns copies of those replicas that are so, by their ordinals.
+// list returns copies of the replicas for which is returns true, sorted by ordinal and name.
 func (t *Table) list(is func(*peer) bool) []peer {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -292,8 +294,8 @@ func (t *Table) list(is func(*peer) bool) []peer {
 	return all
 }
 
-// Heard records whether a replica has answered, and its answer to a poll, if state is not nil. It
-// reports whether it answers again, or not any more.
+// Heard records whether a replica has answered and, if state is not nil, its answer to a poll. It
+// returns whether answered differs from the last time.
 func (t *Table) Heard(of Peer, answered bool, state *wire.Replica) (changed bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -309,7 +311,7 @@ func (t *Table) Heard(of Peer, answered bool, state *wire.Replica) (changed bool
 	return changed
 }
 
-// heard records and logs whether a replica has answered, unless the caller had gone away.
+// heard records and logs whether a replica has answered, unless ctx is done.
 func (p *Peers) heard(ctx context.Context, of Peer, err error, state *wire.Replica) {
 	switch {
 	case ctx.Err() != nil || !p.Heard(of, err == nil, state):
@@ -321,8 +323,8 @@ func (p *Peers) heard(ctx context.Context, of Peer, err error, state *wire.Repli
 	}
 }
 
-// Ask asks all other replicas at once for what is at a path, and names those that have not answered
-// within [PollTime].
+// Ask sends GET to a path of all other replicas simultaneously. It returns their answers, and the
+// names of those that have not answered within [PollTime].
 func Ask[T any](ctx context.Context, p *Peers, path string) (all []T, silent []string) {
 	of := p.list(func(*peer) bool { return true })
 	answers, failed := make([]T, len(of)), make([]bool, len(of))

@@ -10,11 +10,11 @@ import (
 // Settle is how long after its start a replica without all its agents is not ready.
 const Settle = 10 * time.Second
 
-// Readiness is whether the API server should ask this replica.
+// Readiness decides whether the API server should ask this replica.
 type Readiness struct {
-	// Certificate is why there is none to serve with. Synced reports whether this replica knows the
-	// cluster, Expecting how many agents there should be, and how many of them are not connected
-	// here, Up how long ago it started.
+	// Certificate returns an error if there is no certificate to serve. Synced reports whether this
+	// replica's cache of the cluster is complete. Expecting returns how many agents are expected,
+	// and how many of these are not connected here. Up returns the time since this replica started.
 	Certificate func() error
 	Synced      func() bool
 	Expecting   func() (expected, missing int)
@@ -29,9 +29,9 @@ type Readiness struct {
 // Stop makes the replica unready, permanently.
 func (r *Readiness) Stop() { r.stopping.Store(true) }
 
-// Check returns why this replica cannot judge deletions. Nil: it can. One that lost the streams of
-// most of its agents abstains only while another replica has them: with no other replica to ask,
-// waiting for agents ends at the deadline, and a lost request stays lost.
+// Check returns the reason why this replica cannot judge deletions, or nil. A replica that has lost
+// the streams of most of its agents abstains only while another replica has them. Without another
+// such replica it judges: waiting for agents ends at the deadline, but a lost request stays lost.
 func (r *Readiness) Check() error {
 	switch {
 	case r.stopping.Load():

@@ -1,6 +1,6 @@
-// Package podcontext finds, from caches, what the barrier has to know of a pod: its Services,
-// whether kernels may keep sending to it, how long they have known it, and which waits are stated.
-// It decides nothing; package coordinator asks it four times a second for each waiting pod.
+// Package podcontext computes the context of a pod at the barrier from caches: its Services,
+// whether nodes may keep sending to it, whether every node knows it yet, and its stated waits. It
+// decides nothing; package coordinator asks it four times a second for each waiting pod.
 package podcontext
 
 import (
@@ -30,10 +30,10 @@ import (
 // idle keep-alive ones.
 const idleBound = "lameduck.io/idle-bound"
 
-// heardBy is how long after a pod became ready all kernels know of it. It is the same as the time
-// in which gateways learn that a pod is not ready any more. A kernel that does not know of the pod
-// yet does not send to it but will, perhaps after its agent has reported Removed. An agent whose
-// kernel was seen to send to the pod does not need this time.
+// heardBy is how long after a pod became ready the kernels of all nodes know it. It is as long as
+// gateways take to learn that a pod is not ready any more. A kernel that does not know the pod yet
+// looks as if it had removed the pod, but it may begin to send after its agent has reported
+// Removed. An agent whose kernel was seen to send to the pod does not need this time.
 const heardBy = endpoints.Linger
 
 func grace(p *corev1.Pod) time.Duration {
@@ -43,17 +43,18 @@ func grace(p *corev1.Pod) time.Duration {
 	return time.Duration(*p.DeletionGracePeriodSeconds) * time.Second
 }
 
-// maxBadWaits bounds the annotations that cannot be read and were logged.
+// maxBadWaits bounds the remembered annotations that could not be read and were logged.
 const maxBadWaits = 1000
 
 // Source returns the contexts of pods, from a cache. It implements [coordinator.PodContexts].
 type Source struct {
 	Reader client.Reader
-	// Mode is that of pods where neither they nor their namespace say another.
+	// Mode is the default mode: of pods without the mode label whose namespace does not have it
+	// either.
 	Mode  string
 	Index admission.Slices
-	// Known reports whether everything but Services can be read, Synced whether Services can.
-	// Nothing waits for Synced.
+	// Known reports whether the cache of everything but Services has synced. Synced reports whether
+	// that of Services has. Nothing waits for Synced.
 	Known, Synced func() bool
 	// Going reports whether a pod is terminating, even if EndpointSlices do not show it yet.
 	Going    func(drain.UID) bool
@@ -164,7 +165,9 @@ func (v *Source) service(ctx context.Context, name types.NamespacedName) (of cor
 	return of, nil
 }
 
-// last finds the Services in which kernels may keep sending to the pod.
+// last sets Last, LastOne, LastHere and Stated of s: whether kernels may keep sending to the pod
+// because it is the last endpoint of a Service, or because a Service publishes addresses that are
+// not ready.
 func (v *Source) last(ctx context.Context, all []standing, pod *corev1.Pod, s *coordinator.PodContext) error {
 	last, publish, local, rest := false, false, false, false
 	for _, in := range all {
@@ -183,8 +186,8 @@ func (v *Source) last(ctx context.Context, all []standing, pod *corev1.Pod, s *c
 		s.Last = last || publish
 		return nil
 	case publish:
-		// Kernels send to the pod until its end. Reports then show nothing about its other
-		// Services, but after heardBy all kernels know of the deletion there.
+		// Kernels send to the pod until it is deleted, so reports show nothing about its other
+		// Services. But heardBy after the deletion, all kernels have removed the pod from those.
 		s.Last, s.Stated = true, max(s.Stated, heardBy)
 		return nil
 	case !last && !local:
@@ -200,8 +203,8 @@ func (v *Source) last(ctx context.Context, all []standing, pod *corev1.Pod, s *c
 		if err != nil {
 			return err
 		}
-		// That the node's kernel keeps the pod for its own traffic does not show what it sends for
-		// other traffic, to all nodes.
+		// If the node's kernel keeps the pod for traffic from this node, that does not show what it
+		// does with external traffic.
 		always := inside(&in.of) && (outside(&in.of) || in.of.Spec.Type == corev1.ServiceTypeClusterIP ||
 			in.of.Spec.Type == "")
 		one, here = one && known, here && (known || always && !beside)
@@ -220,9 +223,9 @@ func outside(of *corev1.Service) bool {
 	return of.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal
 }
 
-// others reports whether a Service has another ready endpoint that every kernel must know, and
-// whether one is on the pod's node: a late kernel keeps the pod as the last endpoint that it knows,
-// with a local policy the last on its node.
+// others reports whether a Service has another ready endpoint that every kernel must know (known),
+// and whether it has one on the pod's node (beside). A kernel that is late keeps the pod as the
+// last endpoint that it knows or, with a local policy, as the last one on its node.
 func (v *Source) others(
 	ctx context.Context, name types.NamespacedName, pod *corev1.Pod, local bool,
 ) (known, beside bool, err error) {
@@ -248,9 +251,9 @@ func (v *Source) others(
 	return known && (near || !local || !beside), beside, nil
 }
 
-// readyForLong reports whether every kernel knows of a pod as ready. A terminating one does not
-// count, though this cache may not know yet: an agent that does keeps another beside it as the
-// last.
+// readyForLong reports whether every kernel knows of a pod as ready. A terminating pod does not
+// count, even if this cache does not show that it is terminating: a kernel that already knows may
+// keep the deleted pod as the last one.
 func (v *Source) readyForLong(ctx context.Context, ref *corev1.ObjectReference) bool {
 	var is corev1.Pod
 	if ref == nil || v.Reader.Get(ctx, types.NamespacedName{Namespace: ref.Namespace, Name: ref.Name}, &is) != nil ||
@@ -261,8 +264,7 @@ func (v *Source) readyForLong(ctx context.Context, ref *corev1.ObjectReference) 
 	return ready && v.Now().Sub(at) >= heardBy && !v.Going(drain.UID(ref.UID))
 }
 
-// ReadySince returns since when a pod has had its Ready condition, and reports whether that is
-// true.
+// ReadySince returns when a pod's Ready condition last changed, and whether the condition is true.
 func ReadySince(p *corev1.Pod) (at time.Time, ready bool) {
 	for _, c := range p.Status.Conditions {
 		if c.Type == corev1.PodReady {
@@ -272,7 +274,7 @@ func ReadySince(p *corev1.Pod) (at time.Time, ready bool) {
 	return time.Time{}, false
 }
 
-// duration reads an annotation. One that cannot be read states nothing, and is logged once.
+// duration reads an annotation. An annotation that cannot be read counts as 0, and is logged once.
 func (v *Source) duration(of client.Object, annotation string,
 	parse func(string) (time.Duration, error)) time.Duration {
 	text, ok := of.GetAnnotations()[annotation]

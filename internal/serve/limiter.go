@@ -14,9 +14,10 @@ import (
 	"golang.org/x/time/rate"
 )
 
-// connLimiter bounds the connections. For one more, the source address with the most that are not
-// kept ([KeepConn]) loses the one without a new request for longest. So strangers who open many
-// keep others out neither by silence, nor by slow requests, nor by answers that they do not read.
+// connLimiter bounds the connections of a server. When there are too many, it closes one of the
+// source address that has the most, not counting connections that are kept ([KeepConn]): the one
+// without a new request for longest. So a client cannot keep others out with many connections that
+// are silent, send slowly or do not read their answers.
 type connLimiter struct {
 	max int
 
@@ -31,8 +32,8 @@ func newConnLimiter(most int) *connLimiter {
 	return &connLimiter{max: most, waiting: map[netip.Addr]*list.List{}}
 }
 
-// admit takes in a new connection, and returns the one that has to be closed for it: nil, another,
-// or this one.
+// admit adds a new connection, and returns the connection that the caller must close for it: none
+// (nil), another one, or conn itself.
 func (c *connLimiter) admit(conn *limitedConn) (out *limitedConn) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -58,7 +59,8 @@ func (c *connLimiter) admit(conn *limitedConn) (out *limitedConn) {
 	return out
 }
 
-// push, called with the lock, puts a connection at the end of its source's, unless it has left.
+// push, called with the lock, puts a connection at the end of its source's list, unless it was
+// closed.
 func (c *connLimiter) push(conn *limitedConn) {
 	if !conn.in {
 		return
@@ -71,7 +73,7 @@ func (c *connLimiter) push(conn *limitedConn) {
 	conn.at = conns.PushBack(conn)
 }
 
-// pull, called with the lock, takes a connection from those of its source. A repeat changes
+// pull, called with the lock, takes a connection out of its source's list. A second call changes
 // nothing.
 func (c *connLimiter) pull(conn *limitedConn) {
 	if conn.at == nil {
@@ -85,7 +87,8 @@ func (c *connLimiter) pull(conn *limitedConn) {
 	}
 }
 
-// forget, called with the lock, forgets a connection. A repeat changes nothing.
+// forget, called with the lock, removes a connection from the limiter. A second call changes
+// nothing.
 func (c *connLimiter) forget(conn *limitedConn) {
 	if conn.in {
 		conn.in = false
@@ -101,7 +104,7 @@ type limitedListener struct {
 	said  rate.Sometimes
 }
 
-// limitedEvery is how often a line is logged that connections are too many.
+// limitedEvery is the shortest interval between two log lines about too many connections.
 const limitedEvery = 10 * time.Second
 
 // Accept implements net.Listener.
@@ -130,12 +133,13 @@ func (l *limitedListener) Accept() (net.Conn, error) {
 	}
 }
 
-// limitedConn leaves the limiter when it is closed.
+// limitedConn is a connection that the limiter counts until it is closed.
 type limitedConn struct {
 	net.Conn
 	crowd  *connLimiter
 	source netip.Addr
-	// in: the limiter counts it. at is where it waits; nil: its handler keeps it.
+	// in: the limiter counts it. at is its place in its source's list. While in is true, a nil at
+	// means that its handler keeps it.
 	in bool
 	at *list.Element
 }
@@ -148,8 +152,8 @@ func (c *limitedConn) Close() error {
 	return c.Conn.Close()
 }
 
-// turn is called when a request begins, and with kept when its handler vouches for it; the end of
-// that is a turn again.
+// turn records a new request, which moves the connection to the end of its source's list. With
+// kept, it takes the connection out of the list until the next turn.
 func (c *limitedConn) turn(kept bool) {
 	c.crowd.mu.Lock()
 	defer c.crowd.mu.Unlock()
@@ -168,8 +172,8 @@ func connContext(ctx context.Context, conn net.Conn) context.Context {
 	return context.WithValue(ctx, connKey{}, conn)
 }
 
-// KeepConn protects connections: while next handles a request, its connection is not closed to make
-// room for another. Use it behind the handler that authenticates the caller.
+// KeepConn returns a handler that protects connections: while next handles a request, the limiter
+// does not close its connection. Use it behind the handler that authenticates the caller.
 func KeepConn(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if conn, ok := r.Context().Value(connKey{}).(*limitedConn); ok {

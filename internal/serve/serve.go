@@ -13,8 +13,8 @@ import (
 type Task struct {
 	Name string
 	Run  func(ctx context.Context) error
-	// Last: other tasks need it until they end. Its context is done only when all tasks that are
-	// not Last have returned.
+	// Last: other tasks need this one until they end. Its context is done only when all tasks that
+	// are not Last have returned.
 	Last bool
 }
 
@@ -48,7 +48,7 @@ func All(ctx context.Context, tasks ...Task) error {
 			})
 		})
 	}
-	// Also without tasks, ctx ends it.
+	// Without tasks, All also waits for ctx.
 	<-ctx.Done()
 	wg.Wait()
 	cancelLast()

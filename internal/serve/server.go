@@ -19,9 +19,9 @@ const (
 	// headerTime is how long a TLS handshake, and then a request's header, may take on a server
 	// without Conns.
 	headerTime = 5 * time.Second
-	// idleTime is how long an unused connection is kept: longer than the 90 s of the API server,
-	// whose next review could else meet a connection that is just being closed, and is not
-	// repeated.
+	// idleTime is how long an unused connection is kept. It is longer than the 90 s of the API
+	// server. Otherwise the API server could send a review on a connection that is just being
+	// closed, and it does not repeat reviews.
 	idleTime = 2 * time.Minute
 	// headerBytes bounds a request's header.
 	headerBytes = 64 << 10
@@ -34,31 +34,30 @@ type Server struct {
 	// TLS is nil for plain HTTP.
 	TLS     *tls.Config
 	Handler http.Handler
-	// Conns bounds the connections. For one more, the source address with the most loses the one
-	// that has been without a new request for longest, answered or not, but none that its handler
-	// keeps ([KeepConn]); if all are kept, the newcomer is closed. A new connection may then be
-	// without a request for as long as any other: HTTP clients open some before they use them. 0:
-	// no bound.
+	// Conns bounds the connections. When there are too many, the server closes one of the source
+	// address that has the most: the one without a new request for longest, whether or not that is
+	// answered. It does not close connections that a handler keeps ([KeepConn]); if all are kept,
+	// it closes the new one. With this bound, a new connection may be without a request for as long
+	// as any other, because HTTP clients open some before they use them. 0: no bound.
 	Conns int
 	// ReadTime is how long after its header a request's body may take to arrive, read or not; then
 	// reads fail with os.ErrDeadlineExceeded and the connection is closed. Unlike
 	// http.Server.ReadTimeout it does not run from the start of the connection, nor after the body
 	// was read. 0: no bound.
 	ReadTime time.Duration
-	// WriteTime is how long an answer may take from the end of its request's header on. 0: as long
-	// as it likes.
+	// WriteTime is how long an answer may take, from the end of its request's header. 0: no bound.
 	WriteTime time.Duration
 	// Stop is called when the task is to end, so that requests which wait can be answered. May be
 	// nil.
 	Stop func()
-	// Delay is how long after that it still accepts connections and requests, because clients do
-	// not know yet that it is ending. Each answer closes its connection.
+	// Delay is how long after Stop the server still accepts connections and requests, because
+	// clients do not know yet that it is ending. Each answer closes its connection.
 	Delay time.Duration
 	// Keep reports whether connections may stay open between requests. While it is false, unused
 	// ones are closed, so that clients connect to another server. It is called every [keepEvery].
 	// Nil: always.
 	Keep func() bool
-	// Grace is how long requests that run may take then, before they are cut.
+	// Grace is how long running requests may take after Delay, before their connections are closed.
 	Grace time.Duration
 	// Log gets a line about too many connections and, at debug, the messages of net/http. May be
 	// nil.
@@ -68,9 +67,9 @@ type Server struct {
 // keepEvery is how often Keep is called.
 const keepEvery = 250 * time.Millisecond
 
-// Task returns the task. It ends when its context is done and Delay and the last request, or Grace,
-// are over. A handler that panics ends it too, at once and with an error: what it had begun to
-// change may be half done.
+// Task returns the server as a task. After its context is done, it ends when Delay is over and then
+// the last request has ended or Grace is over. A handler that panics ends it without Delay and with
+// an error, because the handler may have left a change half done.
 func (s Server) Task() Task {
 	return Task{Name: s.Name, Run: s.run}
 }
@@ -89,7 +88,7 @@ func (s Server) run(ctx context.Context) error {
 		IdleTimeout:       idleTime,
 		WriteTimeout:      s.WriteTime,
 		MaxHeaderBytes:    headerBytes,
-		// A stranger can make a line with each connection.
+		// At debug level, because any client can cause a line with each connection.
 		ErrorLog: slog.NewLogLogger(log.With("server", s.Name).Handler(), slog.LevelDebug),
 	}
 	listener := s.Listener
@@ -150,7 +149,7 @@ func (s Server) run(ctx context.Context) error {
 func (s Server) handler(ending *atomic.Bool, panicked chan<- error, log *slog.Logger) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		defer func() {
-			// net/http would log it at debug and serve on.
+			// net/http would log the panic at debug level and continue to serve.
 			v := recover()
 			if v == nil {
 				return

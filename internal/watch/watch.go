@@ -20,20 +20,21 @@ type Object interface {
 	metav1.Object
 }
 
-// Options say which objects are watched, and what happens to them.
+// Options configure which objects are watched, and how they are handled.
 type Options[T Object] struct {
 	// Informer chooses the type of T: informers.SharedInformerFactory.Core().V1().Pods().Informer()
 	// for example.
 	Informer func(informers.SharedInformerFactory) cache.SharedIndexInformer
 	// Namespace, Labels and Fields narrow down what is watched. Empty: everything.
 	Namespace, Labels, Fields string
-	// Reduce returns what is to be kept of an object. Nil: all of it.
+	// Reduce returns the part of an object to keep in memory. Nil: all of it.
 	Reduce func(T) T
-	// Changed is called for each object, one at a time: was is nil for one that is new, is nil for
-	// one that was deleted. If the deletion itself was not seen, was may be old.
+	// Changed is called for each change of an object, one at a time. was is nil if the object is
+	// new; is is nil if it was deleted. If the watch missed the deletion, was may be an old
+	// version.
 	Changed func(was, is T)
-	// Trouble is called when the watch fails, and not again for the same error before it has
-	// delivered an object. May be nil.
+	// Trouble is called when the watch fails. It is not called again for the same error until the
+	// watch has delivered an object. May be nil.
 	Trouble func(error)
 }
 
@@ -110,7 +111,7 @@ func Handler[T Object](changed func(was, is T)) cache.ResourceEventHandler {
 	}
 }
 
-// Run watches until ctx is done. It returns once nothing of the watch runs.
+// Run watches until ctx is done. It returns when all goroutines of the watch have ended.
 func (w *Watch) Run(ctx context.Context) error {
 	w.factory.Start(ctx.Done())
 	<-ctx.Done()
@@ -118,13 +119,13 @@ func (w *Watch) Run(ctx context.Context) error {
 	return nil
 }
 
-// Synced waits until ctx is done, and reports whether before that Changed was called for everything
-// that the first list held.
+// Synced waits until Changed was called for every object of the first list, and returns true. If
+// ctx is done first, it returns false.
 func (w *Watch) Synced(ctx context.Context) bool {
 	return cache.WaitForCacheSync(ctx.Done(), w.handler.HasSynced)
 }
 
-// EndpointSlices chooses them.
+// EndpointSlices is [Options.Informer] for EndpointSlices.
 func EndpointSlices(f informers.SharedInformerFactory) cache.SharedIndexInformer {
 	return f.Discovery().V1().EndpointSlices().Informer()
 }

@@ -28,7 +28,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Config is where coordinators are and how to verify them.
+// Config configures how an agent finds and verifies coordinators.
 type Config struct {
 	// Service is namespace/name of the headless Service in front of all replicas.
 	Service string `json:"service,omitempty"`
@@ -36,17 +36,17 @@ type Config struct {
 	Port string `json:"port,omitempty"`
 	// Addresses are base URLs, instead of Service.
 	Addresses []string `json:"addresses,omitempty"`
-	// ServerName is the name in their certificate.
+	// ServerName is the name in the coordinators' certificate.
 	ServerName string `json:"serverName"`
-	// CAFile holds the certificates of the CAs that may sign theirs, PEM. Read again for each
-	// connection.
+	// CAFile has the certificates of the CAs that may sign the coordinators' certificates, as PEM.
+	// It is read again for each connection.
 	CAFile string `json:"caFile,omitempty"`
-	// CAConfigMap is namespace/name of a ConfigMap that has these certificates as ca.crt, in place
-	// of CAFile: lameduck-system/lameduck-ca, where coordinators write them that make their
-	// certificates themselves.
+	// CAConfigMap is namespace/name of a ConfigMap that has these certificates with the key ca.crt,
+	// instead of CAFile. Coordinators that make their own certificates write
+	// lameduck-system/lameduck-ca.
 	CAConfigMap string `json:"caConfigMap,omitempty"`
-	// TokenFile is a projected service account token for the audience lameduck.io. Read again at
-	// each request.
+	// TokenFile has a projected service account token for the audience lameduck.io. It is read
+	// again for each request.
 	TokenFile string `json:"tokenFile"`
 }
 

@@ -39,8 +39,8 @@ type Exclusions struct {
 	mu sync.Mutex
 	// known holds the last recorded state of each exclusion.
 	known map[health.UID]health.State
-	// furthest is the furthest state that each of them has reached. propagation, which may be nil,
-	// is called once with how long that took.
+	// furthest has the furthest state that each exclusion has reached. propagation, which may be
+	// nil, observes once how long each state took.
 	furthest    map[health.UID]health.State
 	propagation *prometheus.HistogramVec
 }

@@ -16,7 +16,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway/traefik"
 )
 
-// Gateway is the gateway of an agent, by its kind: exactly one is given. Each kind is one line, a
+// Gateway is the gateway of an agent. Exactly one field must be set. Each field is a kind: a
 // pointer that implements gateway.Kind.
 type Gateway struct {
 	HAProxy   *haproxy.Config   `json:"haproxy,omitempty"`
@@ -29,7 +29,7 @@ type Gateway struct {
 	APISIXObserved *apisix.ObservedConfig `json:"apisixObserved,omitempty"`
 }
 
-// Kind returns the kind that is set, and its key.
+// Kind returns the field that is set, and its key. It returns an error if not exactly one is set.
 func (g Gateway) Kind() (key string, kind gateway.Kind, err error) {
 	fields := reflect.ValueOf(g)
 	var known []string

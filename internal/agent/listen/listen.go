@@ -36,7 +36,8 @@ type Address struct {
 	// Shared: both may listen, and the kernel gives each connection to one of them. Otherwise this
 	// agent listens when the other has ended.
 	Shared bool
-	// Ready reports whether this agent can answer as well as the other.
+	// Ready reports whether this agent is ready to answer hooks. Until then it does not share the
+	// address.
 	Ready func() bool
 	// Got is called once this agent listens. May be nil.
 	Got func()
@@ -181,8 +182,8 @@ func (b Address) alone() (net.Listener, error) {
 	return listenShared(b.Address)
 }
 
-// wait listens as soon as it can: beside another agent only when this one is ready. It returns nil
-// when ctx is done first.
+// wait listens as soon as the address is free, or as soon as this agent is ready to share it. It
+// returns nil if ctx is done first.
 func (b Address) wait(ctx context.Context) (net.Listener, error) {
 	ticker := time.NewTicker(tryEvery)
 	defer ticker.Stop()

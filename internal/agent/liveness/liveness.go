@@ -69,7 +69,7 @@ func eligible(node *corev1.Node, gone bool) bool {
 
 // WatchNode calls set with whether the node of that name is eligible, until ctx is done. It does
 // not call set before it has seen the node, so that the node keeps its last known state, at first
-// eligible. Neither a missing right nor an API server that is away changes that.
+// eligible. A missing right or an API server that is not available does not change that state.
 func WatchNode(ctx context.Context, kube kubernetes.Interface, name string, set func(bool), log *slog.Logger) error {
 	last := true
 	w, err := watch.New(kube, watch.Options[*corev1.Node]{

@@ -1,5 +1,5 @@
-// Package metrics has the metrics of agents that several parts of an agent share. Other parts
-// declare their own.
+// Package metrics has the metrics that several parts of an agent share. Other metrics are declared
+// by the package that uses them.
 package metrics
 
 import (
@@ -244,7 +244,8 @@ func Audits(r prometheus.Registerer, audits func() gateway.Audits) {
 	}
 }
 
-// PropagationBuckets are fine for the times of a kernel, and reach beyond a barrier's bound.
+// PropagationBuckets are in seconds. They are fine enough for the times of a kernel, and reach
+// beyond the default bound of a barrier.
 var PropagationBuckets = []float64{.005, .01, .025, .05, .1, .25, .5, .75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 30, 60}
 
 // NewPropagation registers the histogram of how long a gateway takes to stop routing to a pod.

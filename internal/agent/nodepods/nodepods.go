@@ -40,7 +40,7 @@ type Pod struct {
 	// ID is the random id that its hooks name.
 	ID string
 	// Bound is how long its hooks may last, by its annotation. Grace is the time that its
-	// application has after them.
+	// application has after the hooks.
 	Bound, Grace time.Duration
 	// Since is when it was deleted, by the API server's clock, and Seen when this agent first saw
 	// that, by the node's clock. Zero: it was not deleted.
@@ -153,7 +153,7 @@ func (n *Pods) Synced() bool {
 	return n.listed
 }
 
-// Set records a pod or, if gone, its end.
+// Set records a pod or, if gone is set, its deletion.
 func (n *Pods) Set(p *corev1.Pod, gone bool) {
 	n.mu.Lock()
 	was := n.known[p.UID]

@@ -27,8 +27,8 @@ const (
 	// one may wait: later, another pod may have its address.
 	cleanBacklog = 1000
 	cleanLate    = 2 * time.Second
-	// cleanAgain is how soon to check again whether the kernel still sends to the address, and how
-	// long a pod waits so that it can be cleaned together with others.
+	// cleanAgain is the interval at which the agent checks whether the kernel still sends to the
+	// address. It is also how long each pod waits at least, so that several are cleaned together.
 	cleanAgain = 200 * time.Millisecond
 	// afterwards is how long after its deadline a barrier is still reported.
 	afterwards = 2 * time.Second
@@ -56,7 +56,7 @@ type observation struct {
 	pod     drain.Pod
 	since   time.Time
 	targets []netip.AddrPort
-	// looks: no holder has wanted more than a look ([drain.Watch.Observe]).
+	// looks: every holder so far has asked only for a look ([drain.Watch.Observe]).
 	looks bool
 	// holders are the holders that want it, each with its deadline.
 	holders map[string]time.Time
@@ -118,7 +118,7 @@ func (o *Pods) Watch(now time.Time, w drain.Watch, holder string) {
 	if w.Since.Before(of.since) {
 		of.since = w.Since
 	}
-	// By this node's clock, not the coordinator's. After it, no hook waits.
+	// The deadline is by this node's clock, not the coordinator's. After it, no hook waits.
 	deadline := now.Add(w.Deadline.Sub(w.Since))
 	if had, known := of.holders[holder]; known && had.Before(deadline) {
 		deadline = had
@@ -200,8 +200,8 @@ func (o *Pods) Reports(now time.Time) []drain.Report {
 	return reports
 }
 
-// look reads the kernel. A pod that the kernel sends to at the first look, during the deletion, is
-// recorded as sent to, because a report may come later than that.
+// look returns the present reading, and records whether the kernel sends to the pod. The first look
+// is during the deletion, because a report may be later, when the kernel sends no more.
 func (of *observation) look() gateway.Reading {
 	is := of.watch.Reading()
 	of.sent = of.sent || is.State == health.Routing || is.State == health.Kept
@@ -218,7 +218,7 @@ func (of *observation) wanted(now time.Time) bool {
 	return false
 }
 
-// measure observes, once, how long it took from the deletion.
+// measure records, once for each state, the time from the deletion until Removed and until Idle.
 func (o *Pods) measure(of *observation, is gateway.Reading, now time.Time) {
 	at := is.Since
 	if at.IsZero() || at.After(now) {

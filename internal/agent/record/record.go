@@ -27,13 +27,15 @@ import (
 	"github.com/lameduck-io/lameduck/internal/version"
 )
 
-// source is what to read from a kind of gateway. None of these answers contains keys, passwords or
+// source lists the requests to one kind of gateway. None of the answers contains keys, passwords or
 // headers.
 type source struct {
-	// admin is the usual address. asks are paths, or commands for a socket of HAProxy.
+	// admin is the default address of the admin interface. asks are paths to read or, for HAProxy,
+	// commands.
 	admin string
 	asks  []string
-	// version is read once. The part that matches is in the name of the archive.
+	// version is the path or command that returns the version, read once. The first group of
+	// matches in its answer becomes part of the archive's name.
 	version string
 	matches *regexp.Regexp
 }

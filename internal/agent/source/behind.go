@@ -22,13 +22,15 @@ import (
 )
 
 const (
-	// behindEvery is between two comparisons, and a difference is logged after behindAfter.
+	// behindEvery is the interval between two comparisons. A difference is logged when it is as old
+	// as behindAfter.
 	behindEvery = time.Second
 	behindAfter = 5 * time.Second
 )
 
-// Behind compares the watch of EndpointSlices that a gateway has with one of the agent: that of the
-// gateway may have ended without a sign. Make it with NewBehind, then run it with Run.
+// Behind compares the endpoints that a gateway has discovered by itself with EndpointSlices as the
+// agent sees them, because the gateway's own watch may have ended without an error. Make it with
+// NewBehind, then run it with Run.
 type Behind struct {
 	gateway gateway.Discoverer
 	routes  []gateway.Route
@@ -37,8 +39,9 @@ type Behind struct {
 
 	heard   Heard
 	watches sync.WaitGroup
-	// watched are the namespaces whose first list was heard, since the times at which the Services
-	// began to differ, logged those that were logged. Only Run uses them.
+	// watched has the namespaces whose first list is complete. since has the time at which each
+	// Service began to differ. logged has the Services whose difference was logged. Only Run uses
+	// these three.
 	watched map[string]bool
 	since   map[string]time.Time
 	logged  map[string]bool
@@ -97,7 +100,8 @@ func (b *Behind) watch(ctx context.Context, service string) bool {
 	return b.watched[namespace]
 }
 
-// compare returns for how long what the gateway has found for a Service has differed.
+// compare returns for how long the endpoints that the gateway has found for a Service have differed
+// from EndpointSlices. 0: they are equal.
 func (b *Behind) compare(now time.Time, service string, has []netip.Addr) time.Duration {
 	want := b.heard.ready(service)
 	slices.SortFunc(has, netip.Addr.Compare)

@@ -88,8 +88,8 @@ func NewChecks(kube kubernetes.Interface, routes []gateway.Route, annotations bo
 // Known is closed once the annotations of all Services are known.
 func (c *Checks) Known() <-chan struct{} { return c.known }
 
-// Run watches the annotations of the Services until ctx is done. Where the agent may not read
-// Services, the file counts.
+// Run watches the annotations of the Services until ctx is done. If the agent may not read
+// Services, only the file counts.
 func (c *Checks) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	defer wg.Wait()
@@ -106,8 +106,8 @@ func (c *Checks) Run(ctx context.Context) error {
 	return nil
 }
 
-// heard applies the annotations of a Service. A check that cannot be read changes nothing: the one
-// before, or that of the file, stays.
+// heard applies the annotations of a Service. If a check cannot be read, the check before, or that
+// of the file, stays.
 func (c *Checks) heard(s *corev1.Service, gone bool) {
 	name := types.NamespacedName{Namespace: s.Namespace, Name: s.Name}
 	pools := c.pools[name]

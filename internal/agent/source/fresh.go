@@ -29,7 +29,7 @@ type Heard struct {
 	slices map[types.NamespacedName]*discovery.EndpointSlice
 }
 
-// Record records a slice or, if gone, its end.
+// Record records a slice or, if gone is set, its deletion.
 func (h *Heard) Record(s *discovery.EndpointSlice, gone bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

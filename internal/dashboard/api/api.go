@@ -3,8 +3,8 @@
 //
 // All requests are GET and change nothing. Each replica returns its own view: a deletion is a drain
 // in each replica that the API server asked. With the query replicas=all, a replica asks the others
-// for theirs and returns all of them joined. Times are by the clock of the replica that knows them,
-// and [View.At] is the present time of the one that answers.
+// for theirs and returns all of them joined. Times are by the clock of the replica that recorded
+// them. [View.At] is the present time of the replica that answers.
 //
 // Compatibility: within v1 fields are added, never repurposed. Readers ignore unknown fields, and
 // show unknown values as they are: phases, reasons and states are those of package drain, and more
@@ -25,80 +25,81 @@ const (
 	ExplainPath = "/v1/explain"
 )
 
-// Port is where coordinators serve this, on their loopback address, unless they are told otherwise.
-// PortName is what it is called in their pods if it is another.
+// Port is the default port of this API, on the coordinator's loopback address. If a coordinator
+// uses another port, its pod has a container port with the name PortName.
 const (
 	Port     = 9445
 	PortName = "dashboard"
 )
 
-// View is everything but explanations. Lists are [] if they are empty.
+// View is the state of a replica. Empty lists are [], not null.
 type View struct {
-	// At is when this was so, by the replica's clock.
+	// At is the time of the view, by the replica's clock.
 	At      time.Time `json:"at"`
 	Replica Replica   `json:"replica"`
-	// With are the other replicas whose views are in this one, Silent those that have not answered.
-	// Both are for replicas=all alone.
+	// With are the names of the other replicas whose views are joined into this one. Silent are the
+	// names of those that have not answered. Both are set only with replicas=all.
 	With   []string `json:"with,omitempty"`
 	Silent []string `json:"silent,omitempty"`
 	Drains Drains   `json:"drains"`
 	// Barriers are the pods whose deletion has begun and whose hooks wait, or were answered.
 	Barriers Barriers `json:"barriers"`
 	Agents   Agents   `json:"agents"`
-	// Outcomes are how the last drains ended, and deletions that went on without the gateways'
-	// word: the newest first.
+	// Outcomes are the ends of the last drains, and the deletions that continued without the
+	// gateways' acknowledgements, the newest first.
 	Outcomes []Outcome `json:"outcomes"`
 	// Propagation is how long gateways take to stop routing to a pod, by kind of gateway.
 	Propagation []Propagation `json:"propagation"`
-	// TargetHealth is what gateways believe of the health of their targets.
+	// TargetHealth is the health of targets, as gateways see it.
 	TargetHealth TargetHealth `json:"targetHealth"`
 }
 
-// Report is what deletions in mode observe would have waited, had they been enforced.
+// Report is how long deletions in mode observe would have waited, had the mode been enforce.
 type Report struct {
-	// Since is when this replica began to measure: with its present life.
+	// Since is the start of this replica's process, when it began to measure.
 	Since      time.Time         `json:"since"`
 	Namespaces []NamespaceReport `json:"namespaces"`
 }
 
-// NamespaceReport is that of one namespace.
+// NamespaceReport is the report of one namespace.
 type NamespaceReport struct {
 	Namespace string `json:"namespace"`
-	// Deletions is how many were measured. InFlight of them had requests or connections in flight
-	// when gateways had stopped routing to the pod. Unmeasured are more, of which no agent said in
-	// time when its gateway had stopped.
+	// Deletions counts the measured deletions. InFlight counts those of them with requests or
+	// connections in flight when the gateways had stopped routing to the pod. Unmeasured counts
+	// further deletions, for which no agent reported in time that its gateway had stopped.
 	Deletions  int `json:"deletions"`
 	InFlight   int `json:"inFlight"`
 	Unmeasured int `json:"unmeasured"`
-	// WaitSeconds are the newest of the waits, at most 1,000.
+	// WaitSeconds are the waits of the newest deletions, at most 1,000.
 	WaitSeconds []float64 `json:"waitSeconds"`
 }
 
-// Replica is who answers.
+// Replica is the replica that answers.
 type Replica struct {
 	Name string `json:"name"`
-	// Epoch names its present life, which began at Started.
+	// Epoch identifies its process, which began at Started.
 	Epoch   string    `json:"epoch"`
 	Started time.Time `json:"started"`
-	// Version is that of its program, and the commit.
+	// Version is the version and the commit of its program.
 	Version string `json:"version,omitempty"`
-	// Stopping says that it shuts down: calls are told to come again, and others are asked.
+	// Stopping: the replica is shutting down, and no longer holds calls.
 	Stopping bool `json:"stopping,omitempty"`
-	// Holds is how many admission calls wait now, MaxHolds how many may.
+	// Holds is how many admission calls wait now. MaxHolds is how many may.
 	Holds    int `json:"holds"`
 	MaxHolds int `json:"maxHolds"`
-	// DeadlineSeconds is how long a drain lasts at most, IdleBoundSeconds how long running requests
-	// are waited for once no new ones come.
+	// DeadlineSeconds is how long a deletion waits at most. IdleBoundSeconds is how long a drain
+	// waits for running requests after no new ones are sent to the pod.
 	DeadlineSeconds  float64 `json:"deadlineSeconds"`
 	IdleBoundSeconds float64 `json:"idleBoundSeconds"`
 }
 
-// Drains are those that are open on this replica.
+// Drains are the open drains of this replica.
 type Drains struct {
-	// Open is how many they are. Items are the oldest of them, if they are too many to be listed.
+	// Open is how many there are. If they are too many to list, Items has the oldest.
 	Open  int     `json:"open"`
 	Items []Drain `json:"items"`
-	// Elsewhere is how many pods other replicas alone unroute, as they last told this one.
+	// Elsewhere is how many pods are drained only on other replicas, by their last answers to this
+	// one.
 	Elsewhere int `json:"elsewhere"`
 }
 
@@ -107,29 +108,29 @@ type Drain struct {
 	Namespace string `json:"namespace"`
 	Pod       string `json:"pod"`
 	UID       string `json:"uid"`
-	// Phase is Queued, Unrouting, Quiescing or Released, since PhaseSince. Reason is why it was
-	// released, else None.
+	// Phase is Queued, Unrouting, Quiescing or Released. PhaseSince is when it began. Reason is the
+	// reason of the release, before that None.
 	Phase      string    `json:"phase"`
 	PhaseSince time.Time `json:"phaseSince,omitzero"`
 	Reason     string    `json:"reason"`
-	// Since is the start of the drain's one clock, over retries and replicas. Deadline is when the
-	// pod goes in any case.
+	// Since is the start of the drain, which retries and other replicas share. At Deadline the
+	// deletion continues in any case.
 	Since    time.Time `json:"since"`
 	Deadline time.Time `json:"deadline"`
-	// Told is when agents were told. Not there: they were not yet, for want of room in a Service.
+	// Told is when the drain was sent to agents. Absent: not yet, because a Service of the pod has
+	// no capacity.
 	Told time.Time `json:"told,omitzero"`
-	// Owed is how many agents have to acknowledge, Waiting how many of them have not yet. Reports
-	// are what they last reported, the least far first; if they are too many to be
-	// listed, these.
+	// Owed is how many agents must acknowledge. Waiting is how many of them have not. Reports are
+	// their last reports, the lowest states first. If they are too many to list, Reports has the
+	// first of them.
 	Owed    int           `json:"owed"`
 	Waiting int           `json:"waiting"`
 	Reports []AgentReport `json:"reports"`
 }
 
-// Barriers are those that are open on this replica.
+// Barriers are the open barriers of this replica.
 type Barriers struct {
-	// Open is how many pods have one. Items are the oldest of them, if they are too many to be
-	// listed.
+	// Open is how many pods have one. If they are too many to list, Items has the oldest.
 	Open  int           `json:"open"`
 	Items []OpenBarrier `json:"items"`
 	// Hooks is how many hooks wait at this replica now: one for each container.
@@ -142,70 +143,71 @@ type Barriers struct {
 	MissingIn map[string]int `json:"missingIn,omitempty"`
 }
 
-// OpenBarrier is a terminating pod that is told to stop only when its observed gateways have
-// stopped routing to it.
+// OpenBarrier is a terminating pod that gets SIGTERM only when its observed gateways have stopped
+// routing to it.
 type OpenBarrier struct {
 	Namespace string `json:"namespace"`
 	Pod       string `json:"pod"`
 	UID       string `json:"uid"`
 	Node      string `json:"node,omitempty"`
-	// Phase is Unrouting, Quiescing or Released, since PhaseSince. Released: its hooks were
-	// answered, and it stops. Reason is why, else None.
+	// Phase is Unrouting, Quiescing or Released. PhaseSince is when it began. Released: the hooks
+	// are answered, and the pod stops. Reason is the reason of the release, before that None.
 	Phase      string    `json:"phase"`
 	PhaseSince time.Time `json:"phaseSince,omitzero"`
 	Reason     string    `json:"reason"`
-	// Since is the deletion. Deadline is when the hooks are answered in any case.
+	// Since is the time of the deletion. At Deadline the hooks are answered in any case.
 	Since    time.Time `json:"since"`
 	Deadline time.Time `json:"deadline"`
-	// AskedBy is the agent on the pod's node, which has the hooks.
+	// AskedBy is the agent on the pod's node, which answers the hooks.
 	AskedBy string `json:"askedBy"`
-	// Hook is the kind of the pod's hooks: httpGet, exec, or both, separated by a comma. Not there:
-	// the pod is not known here.
+	// Hook is the kind of the pod's hooks: httpGet, exec, or both, separated by a comma. Absent:
+	// the pod is not in this replica's cache.
 	Hook string `json:"hook,omitempty"`
 	// Owed, Waiting and Reports are as in Drain.
 	Owed    int           `json:"owed"`
 	Waiting int           `json:"waiting"`
 	Reports []AgentReport `json:"reports"`
-	// StatedSeconds is the wait, from the deletion on, for consumers that can never acknowledge.
-	// StatedUntil is its end. Cut: the deadline comes before.
+	// StatedSeconds is the stated wait, from the deletion on, for consumers that can never
+	// acknowledge. StatedUntil is its end. Cut: the deadline is earlier than that.
 	StatedSeconds float64   `json:"statedSeconds,omitempty"`
 	StatedUntil   time.Time `json:"statedUntil,omitzero"`
 	Cut           bool      `json:"cut,omitempty"`
-	// Last: no other endpoint is ready, or none on its node, so that gateways may keep sending to
-	// the pod, which then only has to be idle.
+	// Last: no other endpoint is ready, or none on the pod's node. Gateways may then keep sending
+	// to the pod, so the barrier only waits until the pod is idle.
 	Last bool `json:"last,omitempty"`
-	// Sampled says that not all agents are asked: the others are waited for by the time that they
-	// were seen to take.
+	// Sampled: only a sample of the agents is asked. For the others, the barrier waits as long as
+	// agents were seen to take.
 	Sampled bool `json:"sampled,omitempty"`
 	// Uncovered are containers that stop without waiting: they could not be given the hook.
 	Uncovered []string `json:"uncovered"`
 }
 
-// AgentReport is what an agent says of a drain.
+// AgentReport is an agent's last report about a drain.
 type AgentReport struct {
 	Agent   string `json:"agent"`
 	Gateway string `json:"gateway,omitempty"`
-	// State is unknown, routing, kept, removed or idle, said first at Since and proved by Proof:
-	// none, runtime, config or timed.
+	// State is unknown, routing, kept, removed or idle. Since is when the agent first reported it.
+	// Proof is how it was proved: none, runtime, config or timed.
 	State string    `json:"state"`
 	Proof string    `json:"proof"`
 	Since time.Time `json:"since,omitzero"`
-	// Received is as of when it last said so.
+	// Received is the time for which the last such report holds.
 	Received  time.Time `json:"received,omitzero"`
 	Connected bool      `json:"connected"`
-	// Suspended says that it is told and not waited for: it has let drain after drain expire.
+	// Suspended: the agent gets the drain, but the drain does not wait for it, because it let three
+	// drains in a row expire.
 	Suspended bool `json:"suspended,omitempty"`
 }
 
 // Agents are those that this replica knows.
 type Agents struct {
-	// Expected is how many the API server lists, Missing how many of them have no connection here,
-	// Suspended how many are not waited for.
+	// Expected is how many agents the API server lists. Missing is how many of them are not
+	// connected to this replica. Suspended is how many agents are suspended.
 	Expected  int `json:"expected"`
 	Missing   int `json:"missing"`
 	Suspended int `json:"suspended"`
-	// Known is how many there are. Items are those with something to be said of first, and as many
-	// as can be listed.
+	// Known is how many agents this replica knows. Items are sorted with suspended and missing
+	// agents first, and cut to a bound.
 	Known int     `json:"known"`
 	Items []Agent `json:"items"`
 }
@@ -216,11 +218,11 @@ const (
 	AgentConnected = "connected"
 	// AgentMissing: the API server lists it, and it has no connection here.
 	AgentMissing = "missing"
-	// AgentGone: it has none, and is not listed.
+	// AgentGone: it has no stream here, and the API server does not list it.
 	AgentGone = "gone"
 	// AgentSuspended: it is not waited for.
 	AgentSuspended = "suspended"
-	// AgentLeft: its gateway accepts nothing any more.
+	// AgentLeft: its gateway has ended, and accepts no requests.
 	AgentLeft = "left"
 )
 
@@ -234,32 +236,33 @@ type Agent struct {
 	Gateway string `json:"gateway,omitempty"`
 	// State is [AgentConnected] or another one.
 	State string `json:"state"`
-	// Label is directed, following or none: what its pod says of it. Ready is the pod's condition.
+	// Label is the label of its pod: directed, observed or none. Ready is the condition of its pod.
 	Label     string `json:"label"`
 	Ready     bool   `json:"ready"`
 	Connected bool   `json:"connected"`
-	// Since is when the connection began or, where there is none, ended.
+	// Since is when the connection began or, if there is none now, when it ended.
 	Since     time.Time `json:"since,omitzero"`
 	Suspended bool      `json:"suspended,omitempty"`
-	// Declared says that it has told what it routes: so many Services.
+	// Declared: the agent has declared its routes. Services is how many Services they name.
 	Declared bool     `json:"declared"`
 	Services int      `json:"services"`
 	Protocol int      `json:"protocol,omitempty"`
 	Features []string `json:"features"`
-	// Version is that of its program, and the commit. Not there: it has not said.
+	// Version is the version and the commit of its program. Absent: the agent has not sent it.
 	Version string `json:"version,omitempty"`
 	Address string `json:"address,omitempty"`
-	// Reported is when its last report came, ReportAgeSeconds how old what it said was by then.
-	// Agents report only while something is drained.
+	// Reported is when its last report arrived. ReportAgeSeconds is how old the report's content
+	// was at that time. Agents report only while something is drained.
 	Reported         time.Time `json:"reported,omitzero"`
 	ReportAgeSeconds float64   `json:"reportAgeSeconds,omitempty"`
-	// RemovedSeconds and IdleSeconds are how long it took in the last drain that it acknowledged,
-	// from being told.
+	// RemovedSeconds and IdleSeconds are how long its gateway took to become Removed and Idle in
+	// the last drain that it acknowledged, counted from when the drain was sent to it.
 	RemovedSeconds float64 `json:"removedSeconds,omitempty"`
 	IdleSeconds    float64 `json:"idleSeconds,omitempty"`
 }
 
-// Outcome is how a drain ended, or that a deletion went on without the gateways' word.
+// Outcome is the end of a drain, or a deletion that continued without the gateways'
+// acknowledgements.
 type Outcome struct {
 	At        time.Time `json:"at"`
 	Namespace string    `json:"namespace"`
@@ -269,27 +272,28 @@ type Outcome struct {
 	Gate string `json:"gate"`
 	// Reason is why the deletion was allowed: Acknowledged, IdleBound, Deadline, NoAgents,
 	// Suspended, LastTarget and more. PodDeleted: the pod was deleted before its drain was
-	// released. Abandoned: it was not deleted, and has its traffic back.
+	// released. Abandoned: the pod was not deleted, and gateways route to it again.
 	Reason string `json:"reason"`
-	// Abnormal says that operators should look: not every gateway had acknowledged.
+	// Abnormal: not every gateway had acknowledged, so an operator should look at it.
 	Abnormal bool `json:"abnormal"`
-	// TookSeconds is how long it waited. Not there: there was no drain.
+	// TookSeconds is how long the drain lasted. Absent: there was no drain.
 	TookSeconds *float64 `json:"tookSeconds,omitempty"`
-	// Silent names gateways that had not acknowledged, and those that were away and not waited for,
-	// marked "(away)"; MoreSilent is how many more there were.
+	// Silent names the gateways that had not acknowledged. Gateways that were not connected, and
+	// not waited for, are marked "(away)". MoreSilent is how many further gateways there were.
 	Silent     []string `json:"silent"`
 	MoreSilent int      `json:"moreSilent,omitempty"`
-	// Message is what the API server was told, if that was a warning.
+	// Message is the warning in the answer to the API server, if there was one.
 	Message string `json:"message,omitempty"`
 }
 
-// Propagation is how long one kind of gateway took, from being told of a drain.
+// Propagation is how long one kind of gateway took, counted from when the drain was sent to its
+// agent.
 type Propagation struct {
 	Gateway string `json:"gateway"`
 	// What is removed or idle.
 	What string `json:"what"`
-	// Count is how often it was measured in the replica's life, Samples of how many the quantiles
-	// are: the newest.
+	// Count is the number of measurements since the replica started. Samples is how many of these,
+	// the newest, the quantiles are computed from.
 	Count      uint64  `json:"count"`
 	Samples    int     `json:"samples"`
 	P50Seconds float64 `json:"p50Seconds"`
@@ -298,19 +302,20 @@ type Propagation struct {
 	MaxSeconds float64 `json:"maxSeconds"`
 }
 
-// TargetHealth is what gateways believe of the health of their targets, as far as their agents
-// tell. It is a few seconds old at most.
+// TargetHealth is the health of targets as gateways see it, by the summaries of their agents. It is
+// at most a few seconds old.
 type TargetHealth struct {
-	// Reported says that some agent tells. Where says where more is to be found.
+	// Reported: at least one agent has sent a summary. Where names the place with more details.
 	Reported bool   `json:"reported"`
 	Where    string `json:"where"`
-	// Agents is how many tell, Untold how many Services of theirs there was no room for. All counts
-	// what their gateways route: a target that two route counts twice.
+	// Agents is how many agents have sent a summary. Untold is how many of their Services did not
+	// fit into the summaries. All counts the targets that their gateways route; a target of two
+	// gateways counts twice.
 	Agents int          `json:"agents"`
 	Untold int          `json:"untold"`
 	All    TargetCounts `json:"all"`
-	// Services are those with trouble first, as many of Known as can be listed. Troubled is how
-	// many of them have some.
+	// Known is how many Services the summaries have. Troubled is how many of these have trouble.
+	// Services are sorted with trouble first, and cut to a bound.
 	Known    int             `json:"known"`
 	Troubled int             `json:"troubled"`
 	Services []ServiceHealth `json:"services"`
@@ -323,8 +328,8 @@ type TargetCounts struct {
 	Usable    int `json:"usable"`
 	Unknown   int `json:"unknown"`
 	Unhealthy int `json:"unhealthy"`
-	// Excluded are of pods that are drained. Doubtful have no traffic until it is known whether
-	// they may.
+	// Excluded counts targets of pods that are drained. Doubtful counts targets that get no traffic
+	// until the agent knows whether they may have it.
 	Excluded int `json:"excluded"`
 	Doubtful int `json:"doubtful"`
 }
@@ -333,13 +338,13 @@ type TargetCounts struct {
 type ServiceHealth struct {
 	Namespace string `json:"namespace"`
 	Name      string `json:"name"`
-	// Gateways is how many tell of it, FailingOpen how many of them send to all targets because too
-	// few are usable, Unwell how many call a target unhealthy.
+	// Gateways is how many gateways report the Service. FailingOpen is how many of them send to all
+	// targets because too few are usable. Unwell is how many find at least one target unhealthy.
 	Gateways    int `json:"gateways"`
 	FailingOpen int `json:"failingOpen"`
 	Unwell      int `json:"unwell"`
-	// Trouble says that operators should look. Says is what each gateway believes, those with
-	// trouble first; if they are too many, these.
+	// Trouble: an operator should look at the Service. Says is the health as each gateway sees it,
+	// gateways with trouble first, and cut to a bound.
 	Trouble bool            `json:"trouble"`
 	Says    []GatewayHealth `json:"says"`
 }
@@ -350,7 +355,7 @@ type GatewayHealth struct {
 	Gateway string `json:"gateway,omitempty"`
 	TargetCounts
 	FailingOpen bool `json:"failingOpen"`
-	// Checked says that some target was ever checked.
+	// Checked: at least one target was ever checked.
 	Checked bool `json:"checked"`
 	// Targets are the first of those that are unhealthy.
 	Targets []UnhealthyTarget `json:"targets"`
@@ -361,8 +366,8 @@ type UnhealthyTarget struct {
 	Address string `json:"address"`
 	// Pod is namespace/name, if it is known.
 	Pod string `json:"pod,omitempty"`
-	// Why says why it has traffic or none: unhealthy (none), failing-open, held-back and more. Last
-	// is what its last check gave.
+	// Why is the reason why the target has traffic, or has none: unhealthy (none), failing-open,
+	// held-back and more. Last is the outcome of its last check.
 	Why   string    `json:"why"`
 	Last  string    `json:"last,omitempty"`
 	Since time.Time `json:"since,omitzero"`
@@ -377,41 +382,42 @@ type Explanation struct {
 	UID       string    `json:"uid"`
 	// Operation is delete or evict.
 	Operation string `json:"operation"`
-	// Answer is allow, deny or drain: it would go at once, be refused for now, or wait for
-	// gateways. Reason is the row of the table that decides.
+	// Answer is allow (deleted immediately), deny (refused for now) or drain (waits for gateways).
+	// Reason names the row of the decision table that applies.
 	Answer string `json:"answer"`
 	Reason string `json:"reason"`
 	// Summary says it in a sentence.
 	Summary string `json:"summary"`
-	// Unroute says that gateways would be told in the background, although the answer does not
-	// wait.
+	// Unroute: gateways would stop routing to the pod in the background, although the deletion does
+	// not wait for them.
 	Unroute bool `json:"unroute,omitempty"`
-	// Queued is why it would have to wait for room first. Not there: it would not.
+	// Queued is the reason why the drain would first wait for capacity. Absent: it would not.
 	Queued string `json:"queued,omitempty"`
 	// Services list the pod.
 	Services []ExplainedService `json:"services"`
 	// Gates are the gateways that would have to acknowledge.
 	Gates []Gate `json:"gates"`
-	// Barrier is how the pod would wait between its deletion and SIGTERM. Not there: it has no
-	// hook, and would not.
+	// Barrier is how the pod would wait between its deletion and SIGTERM. Absent: the pod has no
+	// barrier, and would not wait.
 	Barrier *ExplainedBarrier `json:"barrier,omitempty"`
 	// Consumers are the ways by which traffic reaches the pod.
 	Consumers []Consumer `json:"consumers"`
 	// Uncovered are the consumers that may still send to the pod when it stops, because no agent
 	// acknowledges for them.
 	Uncovered []Uncovered `json:"uncovered"`
-	// Drain is there if one is open on this replica.
+	// Drain is the pod's drain, if one is open on this replica.
 	Drain *Drain `json:"drain,omitempty"`
 }
 
-// ExplainedService is a Service that lists the pod, with so many targets that can be used now.
+// ExplainedService is a Service that lists the pod. Usable is how many of its targets are usable
+// now.
 type ExplainedService struct {
 	Namespace string `json:"namespace"`
 	Name      string `json:"name"`
 	Usable    int    `json:"usable"`
 }
 
-// Gate is one gateway that would have to acknowledge, and when it would be asked.
+// Gate is one gateway that would have to acknowledge, and the gate at which it would be asked.
 type Gate struct {
 	Agent   string `json:"agent"`
 	Node    string `json:"node,omitempty"`
@@ -428,32 +434,32 @@ type Gate struct {
 type ExplainedBarrier struct {
 	// Hooks are those of its containers.
 	Hooks []Hook `json:"hooks"`
-	// BoundSeconds is how long they may last, GraceSeconds what the application has for itself
-	// after them. Not there: the pod does not say.
+	// BoundSeconds is how long the hooks may last. GraceSeconds is the time that the application
+	// has after them. Absent: the pod has no such annotation.
 	BoundSeconds float64 `json:"boundSeconds,omitempty"`
 	GraceSeconds float64 `json:"graceSeconds,omitempty"`
-	// Node is the pod's, Agent the one there that has the hooks, and Connected whether it is here.
-	// No agent: the hooks would end at once.
+	// Node is the pod's node. Agent is the node agent there, which answers the hooks. Empty: the
+	// hooks would end immediately. Connected is whether the agent is connected to this replica.
 	Node      string `json:"node,omitempty"`
 	Agent     string `json:"agent,omitempty"`
 	Connected bool   `json:"connected"`
-	// Asked is how many agents may be asked: those that observe. The coordinator may ask a sample
-	// of them, or the one on the pod's node alone (barrier.ask).
+	// Asked is how many observing agents may be asked. By barrier.ask, the coordinator may ask only
+	// a sample of them, or only the one on the pod's node.
 	Asked int `json:"asked"`
 	// Stated are the waits for consumers that can never acknowledge.
 	Stated []StatedWait `json:"stated"`
-	// Open is there if it waits already.
+	// Open is the pod's barrier, if it waits there now.
 	Open *OpenBarrier `json:"open,omitempty"`
 }
 
-// Coverage is what routes Services and is not waited for, in the whole cluster. A replica reads it
-// at most every ten seconds.
+// Coverage has the uncovered consumers of the whole cluster. A replica computes it at most every 10
+// s.
 type Coverage struct {
 	At time.Time `json:"at"`
 	// Services is how many have pods, in namespaces that are not excluded.
 	Services int `json:"services"`
-	// Whole is how many of them are waited for whole. Possible is of how many that is not known:
-	// clients may come by a way that is not waited for. The others have Items.
+	// Whole is how many of them have only covered consumers. Possible is for how many that is not
+	// known. The others have at least one, in Items.
 	Whole    int `json:"whole"`
 	Possible int `json:"possible"`
 	// Uncovered is how many consumers are not waited for. Items are the first of them.
@@ -487,8 +493,8 @@ type StatedWait struct {
 	Namespace string  `json:"namespace"`
 	Service   string  `json:"service"`
 	Seconds   float64 `json:"seconds"`
-	// AtMost says that it ends early when nothing comes. Cut says that the pod's bound is shorter.
-	// Error is why the annotation cannot be read.
+	// AtMost: the wait ends early when the pod has no connections. Cut: the pod's bound is shorter
+	// than the wait. Error is the reason why the annotation cannot be read.
 	AtMost bool   `json:"atMost,omitempty"`
 	Cut    bool   `json:"cut,omitempty"`
 	Error  string `json:"error,omitempty"`
@@ -497,7 +503,7 @@ type StatedWait struct {
 // BarrierItself is the [Uncovered.What] of a pod on whose node no connected agent answers hooks.
 const BarrierItself = "the barrier itself"
 
-// Uncovered is one way to the pod for which no agent can or will acknowledge.
+// Uncovered is one way by which traffic reaches the pod, for which no agent acknowledges.
 type Uncovered struct {
 	What string `json:"what"`
 	Why  string `json:"why"`

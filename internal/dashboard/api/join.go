@@ -6,25 +6,25 @@ import (
 	"time"
 )
 
-// phases are in the order in which a drain goes through them. agentStates are those that operators
-// should know of first, reportStates those of an agent that has not acknowledged first.
+// phases are in the order in which a drain goes through them. agentStates begin with the states
+// that operators should see first. reportStates begin with the state that is least far.
 var (
 	phases       = []string{"Queued", "Unrouting", "Quiescing", "Released"}
 	agentStates  = []string{AgentSuspended, AgentMissing, AgentConnected, AgentLeft, AgentGone}
 	reportStates = []string{"unknown", "routing", "kept", "removed", "idle"}
 )
 
-// before reports whether a comes before b in what operators should know of first. A word that is
-// not known comes first, so that it is shown.
+// before reports whether a comes before b in order. A value that is not in order comes first, so
+// that it is shown.
 func before(order []string, a, b string) bool { return slices.Index(order, a) < slices.Index(order, b) }
 
-// CompareAgents sorts agents' states: those that operators should know of first.
+// CompareAgents compares the states of two agents: a state that operators should see first is less.
 func CompareAgents(a, b string) int {
 	return cmp.Compare(slices.Index(agentStates, a), slices.Index(agentStates, b))
 }
 
-// Join takes in what another replica says of a drain: it is as far as where it is least far,
-// because all have to release it.
+// Join merges the drain with the same pod's drain on another replica. The earlier phase counts,
+// because all replicas have to release the drain.
 func (d Drain) Join(other Drain) Drain {
 	reports := slices.Clone(d.Reports)
 	for _, o := range other.Reports {
@@ -46,7 +46,7 @@ func (d Drain) Join(other Drain) Drain {
 	return d
 }
 
-// Join takes in what another replica says of an agent: the worse state counts.
+// Join merges the agent with the same agent as another replica sees it. The worse state counts.
 func (a Agent) Join(other Agent) Agent {
 	if before(agentStates, other.State, a.State) {
 		return other
@@ -54,8 +54,9 @@ func (a Agent) Join(other Agent) Agent {
 	return a
 }
 
-// Join takes in what another replica says of a barrier. A hook asks one replica, and another one if
-// that does not answer: the later word counts.
+// Join merges the barrier with the same pod's barrier on another replica. The node agent asks one
+// replica, and another one if the first does not answer. So the barrier with the later phase change
+// counts.
 func (b OpenBarrier) Join(other OpenBarrier) OpenBarrier {
 	if other.PhaseSince.After(b.PhaseSince) {
 		return other
@@ -63,12 +64,12 @@ func (b OpenBarrier) Join(other OpenBarrier) OpenBarrier {
 	return b
 }
 
-// sameEnd is how much later one replica may see the same drain end than another one. A pod that was
-// kept is not drained again so soon.
+// sameEnd is the largest difference between the times at which two replicas record the end of the
+// same drain. A pod that was not deleted is not drained again within that time.
 const sameEnd = 30 * time.Second
 
-// joinOutcomes adds how drains ended at another replica. Of the same end, what is worse counts, and
-// else a reason that says more than that the pod is gone.
+// joinOutcomes merges the outcomes of another replica into all. Of two outcomes of the same drain,
+// an abnormal one counts, and otherwise one with another reason than PodDeleted.
 func joinOutcomes(all, others []Outcome) []Outcome {
 	all = slices.Clone(all)
 	for _, o := range others {
@@ -85,7 +86,7 @@ func joinOutcomes(all, others []Outcome) []Outcome {
 	return all
 }
 
-// Joined puts lists together whose items are of the same thing where key is the same.
+// Joined merges lists. Items with the same key are joined into one.
 func Joined[T interface{ Join(T) T }](key func(T) string, lists ...[]T) []T {
 	all, at := []T{}, map[string]int{}
 	for _, list := range lists {
@@ -101,8 +102,8 @@ func Joined[T interface{ Join(T) T }](key func(T) string, lists ...[]T) []T {
 	return all
 }
 
-// Join adds what the other replicas say of drains, barriers, agents and outcomes. What agents tell
-// each replica alike, such as the health of targets, stays that of v.
+// Join merges the drains, barriers, agents and outcomes of other replicas into v. Data that agents
+// send to every replica alike, such as the health of targets, stays as it is in v.
 func (v View) Join(others ...View) View {
 	if len(others) == 0 {
 		return v
@@ -136,7 +137,7 @@ func (v View) Join(others ...View) View {
 	return v
 }
 
-// Join adds what other replicas have measured. Each deletion is measured by one.
+// Join adds the measurements of other replicas. Each deletion is measured by one replica.
 func (r Report) Join(others ...Report) Report {
 	for _, o := range others {
 		if o.Since.After(r.Since) {
@@ -148,7 +149,7 @@ func (r Report) Join(others ...Report) Report {
 	return r
 }
 
-// Join adds what another replica has measured in a namespace.
+// Join adds the measurements of another replica in the same namespace.
 func (n NamespaceReport) Join(other NamespaceReport) NamespaceReport {
 	n.Deletions, n.InFlight = n.Deletions+other.Deletions, n.InFlight+other.InFlight
 	n.Unmeasured += other.Unmeasured
