@@ -158,7 +158,7 @@ func directedOps(registry *prometheus.Registry, following *serving.Health, start
 		case !endpoints.Synced():
 			return "EndpointSlices are not known yet"
 		case !start.director.Programmed():
-			return "the gateway does not route to what EndpointSlices say yet"
+			return "the gateway is not programmed from EndpointSlices yet"
 		}
 		return ""
 	})

@@ -107,7 +107,7 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.StringVar(&path, "config", "/etc/lameduck/agent.yaml",
 		"configuration file; ${NAME} in it is replaced by the environment")
 	f.StringVar(&o.kubeconfig, "kubeconfig", getenv("KUBECONFIG"),
-		"file to reach the API server with; empty: as a pod does")
+		"kubeconfig file for the API server; empty: the pod's service account")
 	f.StringVar(&o.metrics, "metrics-address", ":9101",
 		"host:port of /metrics, /livez, /healthz, /readyz and /v1/targets, without TLS")
 	f.StringVar(&o.nodeName, "node-name", getenv("NODE_NAME"),
@@ -269,7 +269,7 @@ func (f *file) check() (gateway.Kind, error) {
 			"replica, and answers no hooks: the agent on the pod's node does", f.WaitAddresses, key)
 		must(onNode(kind) || f.Coordinators != nil, "coordinators: required with gateway.%s: without them nothing is "+
 			"acknowledged", key)
-		must(f.StateDir == "", "stateDir %q: an agent that only observes has nothing to keep", f.StateDir)
+		must(f.StateDir == "", "stateDir %q: an observing agent has no exclusions to keep", f.StateDir)
 	}
 	must(owns || f.Health == nil, "health: the agent does not own the pools of gateway.%s, so health checks are not "+
 		"for it", key)

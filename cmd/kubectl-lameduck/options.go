@@ -16,18 +16,18 @@ import (
 	"github.com/lameduck-io/lameduck/internal/version"
 )
 
-const help = `kubectl lameduck shows what Lameduck's coordinators know.
+const help = `kubectl lameduck shows the state of Lameduck's coordinators.
 
   kubectl lameduck status               coordinators, agents, and what went wrong lately
   kubectl lameduck drains [--watch]     pods whose deletion waits for gateways
   kubectl lameduck explain POD          what would happen if the pod were deleted now; nothing does
   kubectl lameduck report [-n NS]       what deletions in mode observe would have waited for
-  kubectl lameduck check [--strict]     what is wrong with the installation, and how to mend it
+  kubectl lameduck check [--strict]     what is wrong with the installation, and how to fix it
   kubectl lameduck check --pre          what would be in the way of one
   kubectl lameduck completion SHELL     how the shell completes these; bash, zsh or fish
 
 Exit codes of check: 0 all is well, 1 errors were found, 2 something could not be checked.
-It reaches the coordinators through the API server (pods/portforward), asks all of them, and joins what they say.
+It reaches the coordinators through the API server (pods/portforward), asks all of them, and merges their answers.
 
 Flags:
 `

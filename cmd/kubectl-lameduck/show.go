@@ -176,7 +176,7 @@ func writeStatus(w whole, wide bool, out io.Writer) {
 	title := "Last outcomes:"
 	if !wide {
 		shown = slices.DeleteFunc(slices.Clone(w.Outcomes), func(o oneOutcome) bool { return !o.Abnormal })
-		title = "Last deletions that went on without every gateway's word:"
+		title = "Last deletions that continued without every gateway's acknowledgement:"
 		if len(shown) > outcomesShown {
 			shown = shown[:outcomesShown]
 		}
@@ -241,7 +241,7 @@ func writeHealth(h api.TargetHealth, wide bool, out io.Writer) {
 		rows = append(rows, row)
 	}
 	if len(rows) > 0 {
-		fmt.Fprintln(out, "\nWhat gateways believe of their targets:")
+		fmt.Fprintln(out, "\nTarget health, as gateways see it:")
 		table(out, "NAMESPACE SERVICE STATE USABLE UNHEALTHY", rows)
 	}
 }
@@ -262,7 +262,7 @@ func least(answers []answer[api.Coverage]) (worst *api.Coverage) {
 // writeCoverage prints how many Services are covered, and the consumers that are not.
 func writeCoverage(c *api.Coverage, wide bool, out io.Writer) {
 	if c == nil {
-		fmt.Fprintln(out, "\nNo coordinator answered which Services are waited for.")
+		fmt.Fprintln(out, "\nCoverage is not known: no coordinator answered.")
 		return
 	}
 	fmt.Fprintf(out, "\nServices with pods: %d. Waited for whole: %d; not known: %d; not waited for: %d.\n", c.Services,
@@ -502,7 +502,7 @@ func writeExplanation(x explained, out io.Writer) {
 		}
 	}
 	for _, d := range x.Differs {
-		fmt.Fprintf(out, "\nAnother coordinator says something else: %s\n", d)
+		fmt.Fprintf(out, "\nAnother coordinator has a different answer: %s\n", d)
 	}
 }
 

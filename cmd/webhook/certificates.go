@@ -103,7 +103,7 @@ func newServingTLS(o options, kube kubernetes.Interface, metrics *admission.Metr
 	p.run = func(ctx context.Context) error { return serve.All(ctx, tasks...) }
 	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "lameduck_certificate_expiry_timestamp_seconds",
-		Help: "When the serving certificate ends, in seconds since 1970; 0 while there is none.",
+		Help: "Expiry of the serving certificate, as Unix time in seconds; 0 while there is none.",
 	}, func() float64 { return expiry(p.certificate) }))
 	return p, nil
 }

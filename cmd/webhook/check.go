@@ -25,7 +25,7 @@ func check(ctx context.Context, args []string, getenv func(string) string, out i
 	f := flag.NewFlagSet("webhook check", flag.ContinueOnError)
 	f.SetOutput(io.Discard)
 	kubeconfig := f.String("kubeconfig", getenv("KUBECONFIG"),
-		"file to reach the API server with; empty: as a pod does")
+		"kubeconfig file for the API server; empty: the pod's service account")
 	namespace := f.String("namespace", metav1.NamespaceDefault, "a namespace whose deletions wait: not an excluded one")
 	entries := f.Int("entries", 2, "how many entries the webhook configuration has, each of which is asked: "+
 		"pods-0.lameduck.io and so on")

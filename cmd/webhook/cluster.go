@@ -174,7 +174,7 @@ func (r *roster) run(ctx context.Context) error {
 				if allowed, err = r.who.Allowed(ctx, username); err != nil {
 					// The agent counts as expected. Waiting for one agent too many ends at the
 					// deadline, but a lost request stays lost.
-					r.log.Warn("check the rights of an agent: it counts as one", "serviceAccount", username,
+					r.log.Warn("cannot check the rights of an agent: it counts as expected", "serviceAccount", username,
 						"error", err)
 					allowed = true
 				}
@@ -281,7 +281,7 @@ func (e *events) Event(pod *corev1.Pod, warning bool, reason, message string) {
 	select {
 	case e.queue <- event:
 	default:
-		e.log.Warn("dropped an Event: too many wait to be written", "pod", pod.Namespace+"/"+pod.Name, "reason", reason)
+		e.log.Warn("dropped an Event: the queue is full", "pod", pod.Namespace+"/"+pod.Name, "reason", reason)
 	}
 }
 

@@ -53,11 +53,11 @@ func flags(o *options, getenv func(string) string) (f *flag.FlagSet, path *strin
 	f = flag.NewFlagSet("webhook", flag.ContinueOnError)
 	f.SetOutput(io.Discard)
 	path = f.String("config", "", "configuration file, kind "+kind+"; ${NAME} in it is replaced by the environment; "+
-		"flags win over it; empty: none")
+		"flags override it; empty: none")
 	print = f.Bool("print-config", false, "print the configuration with its defaults, and end")
 	f.BoolVar(&o.version, "version", false, "print which version this is, and end")
 	f.StringVar(&o.kubeconfig, "kubeconfig", getenv("KUBECONFIG"),
-		"file to reach the API server with; empty: as a pod does")
+		"kubeconfig file for the API server; empty: the pod's service account")
 	f.StringVar(&o.namespace, "namespace", getenv("POD_NAMESPACE"),
 		"the namespace this runs in; pods there never wait (default $POD_NAMESPACE)")
 	f.StringVar(&o.replica, "replica", getenv("POD_NAME"),

@@ -39,7 +39,7 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 			Buckets: []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2, 4, 8, 15, 30, 60},
 		}, []string{"phase", "reason"}),
 		agents: prometheus.NewGaugeVec(prometheus.GaugeOpts{
-			Name: "lameduck_agents", Help: "Agents by state: expected (the API says they exist), missing (expected " +
+			Name: "lameduck_agents", Help: "Agents by state: expected (the API lists their pods), missing (expected " +
 				"and not connected here), connected, suspended (they did not acknowledge several " +
 				"drains in a row, and are not waited for).",
 		}, []string{"state"}),

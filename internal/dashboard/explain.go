@@ -196,7 +196,7 @@ func explainGates(x *api.Explanation, verdict admission.Verdict, barrier bool, p
 func why(p drain.Acknowledger) string {
 	var text string
 	if p.Undeclared {
-		text = "it has not said what it routes, so it may route everything"
+		text = "it has not declared its routes, so it may route everything"
 	} else {
 		text = "it routes " + routed(p)
 	}
@@ -242,7 +242,7 @@ func summary(x api.Explanation, e admission.Explanation) string {
 			text = fmt.Sprintf("It would be %s within 2 s: every agent that would be asked is suspended.", verb)
 		}
 		if x.Queued != "" {
-			text += " First it would wait for room: " + x.Queued + "."
+			text += " First it would wait for capacity: " + x.Queued + "."
 		}
 		return text
 	case admission.Deny:

@@ -314,7 +314,7 @@ func wrap(own *corev1.LifecycleHandler, c *corev1.Container) (args []string, use
 	case own.HTTPGet != nil:
 		return wrapHTTP(own.HTTPGet, c)
 	default:
-		return nil, false, "its preStop hook is of a kind that cannot be run by another"
+		return nil, false, "its preStop hook is of a kind that lameduck-wait cannot run"
 	}
 }
 

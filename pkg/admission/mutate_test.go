@@ -185,7 +185,7 @@ func TestMutate(t *testing.T) {
 		{"tcp hook", in(""),
 			webPod(preStop(corev1.LifecycleHandler{TCPSocket: &corev1.TCPSocketAction{Port: intstr.FromInt(81)}})),
 			podUncoverable, []string{"barrier-uncovered=web", "grace 30", "web: another hook"},
-			"cannot be run by another"},
+			"lameduck-wait cannot run"},
 		{"one of two", in(""),
 			webPod(preStop(corev1.LifecycleHandler{TCPSocket: &corev1.TCPSocketAction{Port: intstr.FromInt(81)}}),
 				func(p *corev1.Pod) {

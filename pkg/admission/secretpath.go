@@ -101,7 +101,7 @@ func (d *SecretPath) Run(ctx context.Context) error {
 		changed, err := d.load(time.Now())
 		switch {
 		case err != nil && !bad:
-			d.log.Error("read admission secrets again: the former ones stay good", "error", err)
+			d.log.Error("read admission secrets: the former ones stay valid", "error", err)
 		case changed:
 			d.log.Info("admission secrets changed", "former", FormerSecret.String())
 		}

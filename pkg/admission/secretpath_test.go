@@ -169,7 +169,7 @@ func TestASecretThatIsChangedIsGoodForSomeTime(t *testing.T) {
 		}
 		time.Sleep(FormerSecret + time.Minute)
 		check("the file is gone for long", true, false)
-		if n := strings.Count(w.log.String(), "read admission secrets again"); n != 1 {
+		if n := strings.Count(w.log.String(), "read admission secrets: "); n != 1 {
 			t.Errorf("%d lines say that the file cannot be read:\n%s", n, &w.log)
 		}
 		w.write(secretTwo)

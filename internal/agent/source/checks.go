@@ -141,7 +141,7 @@ func (c *Checks) heard(s *corev1.Service, gone bool) {
 		if err != nil {
 			if c.refused[from] != text {
 				c.refused[from] = text
-				c.log.Warn("a Service's health check is refused; what was said before counts", "service", name.String(),
+				c.log.Warn("health check of a Service cannot be read: the former one stays", "service", name.String(),
 					"annotation", key, "error", err)
 			}
 			continue

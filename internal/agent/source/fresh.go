@@ -116,7 +116,7 @@ func (r *Endpoints) Fresh(ctx context.Context) error {
 	case <-reached:
 		return nil
 	case <-ctx.Done():
-		return fmt.Errorf("EndpointSlices are not worked off: %w", ctx.Err())
+		return fmt.Errorf("queued changes of EndpointSlices were not processed in time: %w", ctx.Err())
 	}
 }
 

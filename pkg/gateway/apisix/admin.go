@@ -145,7 +145,7 @@ func (g *Gateway) upstream(ctx context.Context, pool health.Pool) (*upstream, er
 	case value.Labels[mark] == "":
 		why = "has no label " + mark + ": no agent has made it"
 	case bytes.HasPrefix(value.Nodes, []byte("[")):
-		return nil, fmt.Errorf("upstream %s has a list of nodes, which no difference can be merged into", pool)
+		return nil, fmt.Errorf("upstream %s has its nodes as a list, into which changes cannot be merged", pool)
 	case value.Type == "ewma":
 		why = "balances by ewma"
 	case value.Checks != nil:

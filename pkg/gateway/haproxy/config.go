@@ -87,7 +87,7 @@ var optionWords = map[string]string{
 	"disabled":       "the agent decides",
 	"enabled":        "the agent decides",
 	"id":             "ids are unique in a backend",
-	"track":          "maintenance would come and go with another server",
+	"track":          "maintenance would follow that of another server",
 	"on-marked-down": "shutdown-sessions also ends requests when a server is put into maintenance",
 	"cookie":         "HAProxy refuses it for servers added at run time",
 	"resolvers":      "targets are addresses",

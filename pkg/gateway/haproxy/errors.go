@@ -19,7 +19,7 @@ const (
 		"hash with hash-type consistent)"
 	kindPermission     kind = "permission denied (start HAProxy with -S path,level,admin)"
 	kindTooOld         kind = "unknown command (servers at run time need HAProxy 2.6 or newer)"
-	kindSyntax         kind = "bad arguments (this is an error of the agent)"
+	kindSyntax         kind = "bad arguments (this is a bug in the agent)"
 	kindRefused        kind = "server refused (check the backend's serverOptions)"
 	kindBusy           kind = "server busy (it is deleted when its requests and idle connections have ended)"
 	kindNotMaintenance kind = "server not in maintenance (something else put it back into service)"

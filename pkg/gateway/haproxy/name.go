@@ -27,7 +27,7 @@ func serverName(t health.Target) (string, error) {
 		return "", fmt.Errorf("address %q: want an IP address and a port", a)
 	}
 	if a.Addr().Zone() != "" {
-		return "", fmt.Errorf("address %q: HAProxy knows no zones", a)
+		return "", fmt.Errorf("address %q: HAProxy does not support zones", a)
 	}
 	return namePrefix + string(t.UID) + "-" + a.Addr().String() + "-" + strconv.Itoa(int(a.Port())), nil
 }

@@ -336,7 +336,7 @@ func (g *Gateway) write(now time.Time) map[netip.AddrPort]error {
 			in, out = in || yes, out || !yes
 		}
 		if in && g.split(addr) {
-			failed[addr] = errors.New("it stays routed for another Service, and connections do not say for which")
+			failed[addr] = errors.New("it stays routed for another Service, and a connection does not show its Service")
 		}
 		switch {
 		case out:

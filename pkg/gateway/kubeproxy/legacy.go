@@ -222,7 +222,7 @@ func (o *Observer) readLegacyOnce() (again bool) {
 					state, graph = legacyRead, g
 				case err == nil:
 				case !errors.Is(err, errMoved):
-					o.log.Warn("the legacy rules of iptables are not read: nothing is known", "error", err)
+					o.log.Warn("read the legacy rules of iptables: no target can become Removed", "error", err)
 				}
 			}
 		}

@@ -215,7 +215,7 @@ func (g *Gateway) adopt(hosts []Host, err error, began time.Time, generation str
 	for _, h := range hosts {
 		if h.Name != "" && !g.named[h.Name] {
 			g.named[h.Name] = true
-			g.log.Warn("the gateway sends to a name: nothing is known about the pods behind it", "gateway", g.name,
+			g.log.Warn("the gateway sends to a name: the pods behind it are unknown", "gateway", g.name,
 				"name", h.Name)
 		}
 	}
