@@ -32,8 +32,8 @@ const (
 	timeout = 10 * time.Second
 )
 
-// ErrNotAsked: the coordinator of the entry has not answered. The API server does not return the
-// reason.
+// ErrNotAsked means that the coordinator of the entry has not answered. The API server does not
+// return the reason.
 var ErrNotAsked = errors.New("the API server does not ask, or its call fails and is ignored. Look whether the " +
 	"namespace is excluded, at " +
 	"kubectl get validatingwebhookconfiguration lameduck -o yaml (caBundle and service.path are written by " +
