@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -212,4 +213,28 @@ func Goal(t testing.TB, name string, value, most float64, note string) {
 		verdict = "MISS"
 	}
 	t.Logf("%-28s %8.2f  goal <= %-6.2f %s  %s", name, value, most, verdict, note)
+}
+
+// Number returns the number in an environment variable, or otherwise if it is empty.
+func Number(t testing.TB, variable string, otherwise int) int {
+	t.Helper()
+	text := os.Getenv(variable)
+	if text == "" {
+		return otherwise
+	}
+	n, err := strconv.Atoi(text)
+	if err != nil || n < 0 {
+		t.Fatalf("%s=%q: want a number", variable, text)
+	}
+	return n
+}
+
+// Quantile returns the smallest duration that at least this share of all does not exceed, 0 if
+// there are none.
+func Quantile(all []time.Duration, q float64) time.Duration {
+	if len(all) == 0 {
+		return 0
+	}
+	sorted := slices.Sorted(slices.Values(all))
+	return sorted[max(0, min(len(sorted)-1, int(q*float64(len(sorted))+0.999999)-1))]
 }

@@ -11,9 +11,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net/http"
-	"os"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -80,7 +78,7 @@ type chaos struct {
 // than an exclusion may last. After it everything is as before: connected, routed and ready, and an
 // update loses nothing.
 func TestChaos(t *testing.T) {
-	seed, minutes := number(t, "SEED", 1), number(t, "MINUTES", 10)
+	seed, minutes := harness.Number(t, "SEED", 1), harness.Number(t, "MINUTES", 10)
 	t.Setenv("TIMELINE", "1") // coordinators log the deletions that do not wait, too
 	c := &chaos{t: t, logged: map[string]bool{}, late: map[string]bool{}, done: map[string]int{},
 		longest: map[string]time.Duration{},
@@ -124,20 +122,6 @@ func TestChaos(t *testing.T) {
 		}
 		t.Logf("again: make chaos SEED=%d MINUTES=%d", seed, minutes)
 	}
-}
-
-// number returns the value of an environment variable.
-func number(t *testing.T, name string, without int) int {
-	t.Helper()
-	text := os.Getenv(name)
-	if text == "" {
-		return without
-	}
-	n, err := strconv.Atoi(text)
-	if err != nil || n < 0 {
-		t.Fatalf("%s=%q: want a number", name, text)
-	}
-	return n
 }
 
 // prepare installs a gateway whose disk is small, and what it routes to.

@@ -5,7 +5,6 @@ package nodes
 import (
 	"encoding/json"
 	"fmt"
-	"io"
 	"net/http"
 	"slices"
 	"strings"
@@ -200,23 +199,10 @@ func (l *lab) proxySyncs(t *testing.T) (seconds, times float64) {
 	for _, m := range l.Set.Machines {
 		client := &http.Client{Transport: &http.Transport{DialContext: m.Dial, DisableKeepAlives: true}}
 		l.Await(t, time.Minute, "the metrics of kube-proxy of "+m.Name, func() error {
-			response, err := client.Get("http://127.0.0.1:10249/metrics")
-			if err != nil {
-				return err
-			}
-			defer response.Body.Close()
-			text, err := io.ReadAll(response.Body)
-			for line := range strings.Lines(string(text)) {
-				var value float64
-				name, rest, _ := strings.Cut(line, " ")
-				name, _, _ = strings.Cut(name, "{")
-				_, _ = fmt.Sscan(rest, &value)
-				switch name {
-				case "kubeproxy_sync_proxy_rules_duration_seconds_sum":
-					seconds += value
-				case "kubeproxy_sync_proxy_rules_duration_seconds_count":
-					times += value
-				}
+			all, err := stage.ReadSeries(client, "http://127.0.0.1:10249/metrics")
+			if err == nil {
+				seconds += all.Sum("kubeproxy_sync_proxy_rules_duration_seconds_sum")
+				times += all.Sum("kubeproxy_sync_proxy_rules_duration_seconds_count")
 			}
 			return err
 		})

@@ -10,7 +10,6 @@ import (
 	"io"
 	"net"
 	"path/filepath"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -162,11 +161,4 @@ func floor(t *testing.T, s *stage.Stage, n int) time.Duration {
 	}
 	all.Wait()
 	return time.Since(began)
-}
-
-// quantile returns the smallest duration that at least this share of all does not exceed, in
-// milliseconds.
-func quantile(all []time.Duration, q float64) float64 {
-	sorted := slices.Sorted(slices.Values(all))
-	return float64(sorted[min(len(sorted)-1, int(q*float64(len(sorted))))].Microseconds()) / 1000
 }

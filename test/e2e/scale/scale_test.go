@@ -3,13 +3,11 @@
 package scale
 
 import (
-	"bufio"
 	"context"
 	"fmt"
 	"maps"
 	"net/http"
 	"os"
-	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -35,7 +33,7 @@ const (
 	mostBack = 30 * time.Second
 	// mostSlower bounds the median of a deletion that all agents acknowledge, one a second, by that
 	// of one for which no webhook is called.
-	mostSlower = 500.0
+	mostSlower = 500 * time.Millisecond
 	// mostBytes bounds what one agent sends and receives for one drain.
 	mostBytes = 2000.0
 )
@@ -48,40 +46,25 @@ type measured struct {
 	t *testing.T
 }
 
-// series are the values of the coordinator whose name and labels begin so. ok is false while it
-// does not answer.
-func (m measured) series(prefix string) (all map[string]float64, ok bool) {
+// series returns the coordinator's metrics. ok is false while it does not answer.
+func (m measured) series() (all stage.Series, ok bool) {
 	client := &http.Client{Timeout: 2 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
-	response, err := client.Get("http://" + stage.CoordinatorAddress.String() + ":8080/metrics")
-	if err != nil {
-		return nil, false
-	}
-	defer response.Body.Close()
-	all = map[string]float64{}
-	for lines := bufio.NewScanner(response.Body); lines.Scan(); {
-		if rest, found := strings.CutPrefix(lines.Text(), prefix); found {
-			at := strings.LastIndexByte(rest, ' ')
-			all[rest[:at]], err = strconv.ParseFloat(rest[at+1:], 64)
-			must(m.t, err)
-		}
-	}
-	return all, true
+	all, err := stage.ReadSeries(client, "http://"+stage.CoordinatorAddress.String()+":8080/metrics")
+	return all, err == nil
 }
 
-// metric is the sum of series.
+// metric returns the sum of the series whose name and labels begin with prefix.
 func (m measured) metric(prefix string) (sum float64, ok bool) {
-	all, ok := m.series(prefix)
-	for _, value := range all {
-		sum += value
-	}
-	return sum, ok
+	all, ok := m.series()
+	return all.Sum(prefix), ok
 }
 
-// answers is how often each answer to a deletion was given by the opener, since former.
-func (m measured) answers(former map[string]float64) map[string]float64 {
-	all, _ := m.series("lameduck_admission_answers_total{")
-	maps.DeleteFunc(all, func(labels string, n float64) bool {
-		return n == former[labels] || !strings.Contains(labels, `role="opener"`)
+// answers returns how often the opener has given each answer to a deletion since former.
+func (m measured) answers(former stage.Series) stage.Series {
+	all, _ := m.series()
+	maps.DeleteFunc(all, func(series string, n float64) bool {
+		return n == former[series] || !strings.HasPrefix(series, "lameduck_admission_answers_total{") ||
+			!strings.Contains(series, `role="opener"`)
 	})
 	for labels := range all {
 		all[labels] -= former[labels]
@@ -122,12 +105,7 @@ func TestScale(t *testing.T) {
 	if os.Getenv("LAMEDUCK_BIN") == "" {
 		t.Fatal("LAMEDUCK_BIN is not set: programs with the race detector are not to be measured")
 	}
-	agents := 1000
-	if text := os.Getenv("AGENTS"); text != "" {
-		var err error
-		agents, err = strconv.Atoi(text)
-		must(t, err)
-	}
+	agents := harness.Number(t, "AGENTS", 1000)
 	s := harness.Stage(t, cluster.Options{}, stage.Options{WebhookArgs: []string{"--log-level=info"}})
 	config := s.Cluster.Config()
 	config.WarningHandler = rest.NoWarnings{}
@@ -164,7 +142,7 @@ func TestScale(t *testing.T) {
 	}
 
 	// row measures deletions while also does something else.
-	row := func(name string, rate, n int, also func(ctx context.Context) string) (p50 float64) {
+	row := func(name string, rate, n int, also func(ctx context.Context) string) (p50 time.Duration) {
 		acknowledged := `lameduck_admission_answers_total{answer="allow",operation="delete",` +
 			`reason="Acknowledged",role="opener"}`
 		some := take(n)
@@ -174,15 +152,16 @@ func TestScale(t *testing.T) {
 		if also != nil {
 			beside.Go(func() { said = also(ctx) })
 		}
-		former, _ := m.series("lameduck_admission_answers_total{")
+		former, _ := m.series()
 		cpu, bytes, had, began := m.cpu(), f.bytes(), m.must(acknowledged), time.Now()
 		took := deletions(t, kube, some, rate)
 		lasted := time.Since(began).Seconds()
 		cpu, bytes, had = m.cpu()-cpu-idle*lasted, f.bytes()-bytes-idleBytes*lasted, m.must(acknowledged)-had
 		stop()
 		beside.Wait()
-		t.Logf("| %s | %d | p50 %.1f ms, p99 %.1f ms | %.1f ms of CPU a drain | %.0f bytes a drain and agent | "+
-			"%.0f acknowledged in %.1f s, %.0f MiB resident %s %v", name, n, quantile(took, 0.5), quantile(took, 0.99),
+		t.Logf("| %s | %d | p50 %s, p99 %s | %.1f ms of CPU a drain | %.0f bytes a drain and agent | "+
+			"%.0f acknowledged in %.1f s, %.0f MiB resident %s %v", name, n, harness.Quantile(took, 0.5),
+			harness.Quantile(took, 0.99),
 			1000*cpu/float64(n), bytes/float64(n)/float64(agents), had, lasted, m.resident()/1024, said,
 			m.answers(former))
 		if had < 0.95*float64(n) && also == nil {
@@ -192,16 +171,16 @@ func TestScale(t *testing.T) {
 			t.Errorf("a drain takes %.0f bytes for each agent, want %.0f at most", bytes/float64(n)/float64(agents),
 				mostBytes)
 		}
-		return quantile(took, 0.5)
+		return harness.Quantile(took, 0.5)
 	}
 	for _, of := range []struct{ rate, n int }{{1, 20}, {10, 200}, {100, 1000}} {
 		floor := deletions(t, kube, unprotected[:of.n], of.rate)
 		unprotected = unprotected[of.n:]
-		t.Logf("| no webhook, %d a second | %d | p50 %.1f ms, p99 %.1f ms |", of.rate, of.n, quantile(floor, 0.5),
-			quantile(floor, 0.99))
+		t.Logf("| no webhook, %d a second | %d | p50 %s, p99 %s |", of.rate, of.n, harness.Quantile(floor, 0.5),
+			harness.Quantile(floor, 0.99))
 		p50 := row(fmt.Sprintf("%d a second", of.rate), of.rate, of.n, nil)
-		if of.rate == 1 && p50 > quantile(floor, 0.5)+mostSlower {
-			t.Errorf("a deletion takes %.1f ms, and %.1f ms without a webhook", p50, quantile(floor, 0.5))
+		if of.rate == 1 && p50 > harness.Quantile(floor, 0.5)+mostSlower {
+			t.Errorf("a deletion takes %s, and %s without a webhook", p50, harness.Quantile(floor, 0.5))
 		}
 	}
 	row("5 a second, EndpointSlice storm", 5, 100, func(ctx context.Context) string {
@@ -246,10 +225,11 @@ func (m measured) restart(kube kubernetes.Interface, pods []*corev1.Pod, agents 
 			})
 		}
 	}()
+	former := m.must("process_start_time_seconds")
 	must(t, m.s.Signal(&coordinators[0], "webhook", syscall.SIGKILL))
 	harness.Until(t, time.Minute, "the coordinator runs again", func() bool {
-		n, ok := m.metric(`lameduck_agents{state="connected"}`)
-		return ok && int(n) < agents
+		began, ok := m.metric("process_start_time_seconds")
+		return ok && began > former
 	})
 	back := m.agents("connected", agents)
 	cpu := m.cpu()
@@ -257,9 +237,9 @@ func (m measured) restart(kube kubernetes.Interface, pods []*corev1.Pod, agents 
 	<-deleting
 	all.Wait()
 	t.Logf("restart: all %d agents are back %.1f s after the coordinator answers, which took %.2f s of CPU; bare TLS "+
-		"connections and a line: %.2f s (%.1fx); %d deletions meanwhile: p50 %.1f ms, p99 %.1f ms", agents,
-		back.Seconds(), cpu, bare.Seconds(), back.Seconds()/bare.Seconds(), len(took), quantile(took, 0.5),
-		quantile(took, 0.99))
+		"connections and a line: %.2f s (%.1fx); %d deletions meanwhile: p50 %s, p99 %s", agents,
+		back.Seconds(), cpu, bare.Seconds(), back.Seconds()/bare.Seconds(), len(took), harness.Quantile(took, 0.5),
+		harness.Quantile(took, 0.99))
 	if limit := mostBack * time.Duration(max(1, agents/1000)); back > limit {
 		t.Errorf("want all back within %s", limit)
 	}

@@ -3,7 +3,6 @@
 package soak
 
 import (
-	"context"
 	"encoding/json"
 	"os"
 	"os/exec"
@@ -52,7 +51,7 @@ func edited(t *testing.T) {
 	overlay, err := json.Marshal(map[string]any{"Replace": replaced})
 	must(t, err)
 	must(t, os.WriteFile(filepath.Join(dir, "overlay.json"), overlay, 0o600))
-	build := exec.CommandContext(context.Background(), "go", "build", "-overlay",
+	build := exec.CommandContext(t.Context(), "go", "build", "-overlay",
 		filepath.Join(dir, "overlay.json"), "-o", dir+"/", "./cmd/webhook", "./cmd/agent")
 	build.Dir, build.Env = harness.Repository, append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := build.CombinedOutput(); err != nil {

@@ -3,7 +3,6 @@
 package soak
 
 import (
-	"bufio"
 	"bytes"
 	"fmt"
 	"math"
@@ -11,10 +10,10 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
-	"strings"
 	"testing"
 	"time"
+
+	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
 // process is one that is measured.
@@ -53,44 +52,29 @@ var quantities = []quantity{
 }
 
 // take measures a process.
-func (p *process) take(t *testing.T, lives int) sample {
-	t.Helper()
+func (p *process) take(lives int) (sample, error) {
 	s := sample{lives: lives, at: time.Now()}
-	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.pid))
-	must(t, err)
-	for line := range strings.Lines(string(status)) {
-		if text, found := strings.CutPrefix(line, "VmRSS:"); found {
-			_, err := fmt.Sscan(text, &s.rss)
-			must(t, err)
-			s.rss *= 1024
-		}
-	}
 	open, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", p.pid))
-	must(t, err)
+	if err != nil {
+		return s, err
+	}
 	s.descriptors = float64(len(open))
 	if info, err := os.Stat(p.journal); err == nil {
 		s.exclusions = float64(info.Size())
 	}
-	s.goroutines = p.metric(t, "go_goroutines")
+	all, err := stage.ReadSeries(http.DefaultClient, p.metrics)
+	s.rss, s.goroutines = all["process_resident_memory_bytes"], all["go_goroutines"]
 	// The next collection begins when the heap is twice what the last one left, with GOGC=100.
-	s.heap = p.metric(t, "go_memstats_next_gc_bytes") / 2
-	return s
+	s.heap = all["go_memstats_next_gc_bytes"] / 2
+	return s, err
 }
 
-// metric is the sum of all series whose name and labels begin so.
-func (p *process) metric(t *testing.T, series string) (sum float64) {
+// metric returns the sum of the series whose name and labels begin with prefix.
+func (p *process) metric(t *testing.T, prefix string) float64 {
 	t.Helper()
-	response, err := http.Get(p.metrics)
+	all, err := stage.ReadSeries(http.DefaultClient, p.metrics)
 	must(t, err)
-	defer response.Body.Close()
-	for lines := bufio.NewScanner(response.Body); lines.Scan(); {
-		if rest, found := strings.CutPrefix(lines.Text(), series); found {
-			value, err := strconv.ParseFloat(rest[strings.LastIndexByte(rest, ' ')+1:], 64)
-			must(t, err)
-			sum += value
-		}
-	}
-	return sum
+	return all.Sum(prefix)
 }
 
 // journalOf returns the file of an agent's exclusions: its volume is in its environment.

@@ -10,7 +10,6 @@ import (
 	"net/netip"
 	"os"
 	"slices"
-	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -54,7 +53,7 @@ func TestSoak(t *testing.T) {
 		t.Fatal("LAMEDUCK_BIN is not set: programs with the race detector are not to be measured")
 	}
 	edited(t)
-	count, rate := number(t, "LIVES", 50_000), number(t, "RATE", 15)
+	count, rate := harness.Number(t, "LIVES", 50_000), harness.Number(t, "RATE", 15)
 	memory := drain.DefaultTimes().Memory
 	if slices.Contains(strings.Fields(os.Getenv("EDITS")), "memory") {
 		memory = time.Minute
@@ -76,21 +75,27 @@ func TestSoak(t *testing.T) {
 
 	var ended atomic.Int64
 	ctx, stop := context.WithCancel(t.Context())
-	done, measured := make(chan struct{}), make(chan struct{})
+	done, measured := make(chan struct{}), make(chan error, 1)
 	go func() { defer close(done); l.run(ctx, few, count, rate, func() { ended.Add(1) }) }()
 	began := time.Now()
 	go func() {
-		defer close(measured)
 		tick := time.NewTicker(sampleEvery)
 		defer tick.Stop()
 		for {
 			select {
 			case <-tick.C:
 			case <-done:
+				measured <- nil
 				return
 			}
 			for _, p := range all {
-				p.samples = append(p.samples, p.take(t, int(ended.Load())))
+				s, err := p.take(int(ended.Load()))
+				if err != nil {
+					stop()
+					measured <- fmt.Errorf("measure %s: %w", p.name, err)
+					return
+				}
+				p.samples = append(p.samples, s)
 			}
 			if n := len(all[0].samples); n%60 == 0 {
 				for _, p := range all {
@@ -100,12 +105,13 @@ func TestSoak(t *testing.T) {
 		}
 	}()
 	<-done
-	<-measured
+	must(t, <-measured)
 	stop()
 	took := time.Since(began)
 	t.Logf("%d lives in %s, %.1f a second; hold p50 %s, p99 %s; hook p50 %s, p99 %s", len(l.holds),
-		took.Round(time.Second), float64(count)/took.Seconds(), quantile(l.holds, 0.5), quantile(l.holds, 0.99),
-		quantile(l.waits, 0.5), quantile(l.waits, 0.99))
+		took.Round(time.Second), float64(count)/took.Seconds(), harness.Quantile(l.holds, 0.5),
+		harness.Quantile(l.holds, 0.99),
+		harness.Quantile(l.waits, 0.5), harness.Quantile(l.waits, 0.99))
 	if len(l.errs) > 0 {
 		t.Errorf("%d errors, the first: %v", len(l.errs), l.errs[:min(10, len(l.errs))])
 	}
@@ -165,7 +171,9 @@ func settled(t *testing.T, all []*process, most time.Duration, ok func(*process,
 	_ = harness.Poll(most, func() error {
 		var err error
 		for _, p := range all {
-			if last[p.name] = p.take(t, 0); !ok(p, last[p.name]) {
+			s, failed := p.take(0)
+			must(t, failed)
+			if last[p.name] = s; !ok(p, s) {
 				err = fmt.Errorf("%s is not idle", p.name)
 			}
 		}
@@ -241,25 +249,6 @@ func open(t *testing.T) (*stage.Stage, []*process) {
 		})
 	}
 	return s, all
-}
-
-func quantile(all []time.Duration, q float64) time.Duration {
-	if len(all) == 0 {
-		return 0
-	}
-	return slices.Sorted(slices.Values(all))[int(q*float64(len(all)-1))].Round(time.Millisecond)
-}
-
-// number is that in an environment variable, or the default.
-func number(t *testing.T, variable string, otherwise int) int {
-	t.Helper()
-	text := os.Getenv(variable)
-	if text == "" {
-		return otherwise
-	}
-	n, err := strconv.Atoi(text)
-	must(t, err)
-	return n
 }
 
 func must(t *testing.T, err error) {

@@ -4,11 +4,11 @@
 package stage
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"embed"
 	"fmt"
-	"io"
 	"log/slog"
 	"net/http"
 	"net/netip"
@@ -16,6 +16,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"text/template"
@@ -515,23 +516,46 @@ func (s *Stage) Pods(ctx context.Context, namespace, selector string) ([]corev1.
 
 // Metric reads one value, a name and its labels, from the metrics of a coordinator.
 func Metric(coordinator *corev1.Pod, name string) (value float64, ok bool) {
-	client := &http.Client{Timeout: 2 * time.Second}
-	response, err := client.Get("http://" + coordinator.Status.PodIP + ":8080/metrics")
+	client := &http.Client{Timeout: 2 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
+	all, err := ReadSeries(client, "http://"+coordinator.Status.PodIP+":8080/metrics")
 	if err != nil {
 		return 0, false
+	}
+	value, ok = all[name]
+	return value, ok
+}
+
+// Series are values of metrics, by name and labels as their page has them.
+type Series map[string]float64
+
+// ReadSeries reads a page of metrics.
+func ReadSeries(client *http.Client, url string) (Series, error) {
+	response, err := client.Get(url)
+	if err != nil {
+		return nil, err
 	}
 	defer response.Body.Close()
-	text, err := io.ReadAll(response.Body)
-	if err != nil {
-		return 0, false
-	}
-	for line := range strings.Lines(string(text)) {
-		if rest, found := strings.CutPrefix(line, name+" "); found {
-			_, err := fmt.Sscan(rest, &value)
-			return value, err == nil
+	all := Series{}
+	lines := bufio.NewScanner(response.Body)
+	for lines.Scan() {
+		line := lines.Text()
+		if at := strings.LastIndexByte(line, ' '); at > 0 && line[0] != '#' {
+			if all[line[:at]], err = strconv.ParseFloat(line[at+1:], 64); err != nil {
+				return nil, fmt.Errorf("%s: %q: %w", url, line, err)
+			}
 		}
 	}
-	return 0, false
+	return all, lines.Err()
+}
+
+// Sum returns the sum of the series whose name and labels begin with prefix.
+func (all Series) Sum(prefix string) (sum float64) {
+	for series, value := range all {
+		if strings.HasPrefix(series, prefix) {
+			sum += value
+		}
+	}
+	return sum
 }
 
 // Logs returns what the containers of that name of all pods that selector matches have written.

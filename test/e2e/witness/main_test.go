@@ -2,8 +2,6 @@ package witness
 
 import (
 	"math/rand/v2"
-	"os"
-	"strconv"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -21,19 +19,7 @@ var delayMost atomic.Int64
 
 // entries is how many coordinators there are, each with an entry of the webhook configuration:
 // ENTRIES, or 2.
-func entries(t *testing.T) int { return number(t, "ENTRIES", 2) }
-
-// number is that in an environment variable, or the default.
-func number(t *testing.T, variable string, otherwise int) int {
-	t.Helper()
-	text := os.Getenv(variable)
-	if text == "" {
-		return otherwise
-	}
-	n, err := strconv.Atoi(text)
-	must(t, err)
-	return n
-}
+func entries(t *testing.T) int { return harness.Number(t, "ENTRIES", 2) }
 
 // open returns the stage that all tests share: one node, the coordinators, and an entry of the
 // webhook configuration for each.

@@ -170,7 +170,7 @@ func TestTwoEvictionsOfOneBudget(t *testing.T) {
 	for range 3 {
 		alone = max(alone, round(1, func(time.Time, []string) {}).took)
 	}
-	rounds, both, changed := number(t, "ROUNDS", 20), 0, 0
+	rounds, both, changed := harness.Number(t, "ROUNDS", 20), 0, 0
 	for i := range rounds {
 		type sample struct {
 			at       time.Time

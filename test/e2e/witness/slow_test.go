@@ -11,6 +11,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
@@ -23,7 +24,7 @@ func TestScaleInWithSlowAcknowledgements(t *testing.T) {
 	const before, after = 8, 4
 	const work = 8 * time.Second
 	const most, longest = 5, 26 * time.Second
-	for round := range number(t, "ROUNDS", 2) {
+	for round := range harness.Number(t, "ROUNDS", 2) {
 		sh := newShop(t, s, stage.App{Replicas: before, Work: work})
 		stop := sh.busy(t, 10*before, work)
 		began := time.Now()

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
-	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -305,15 +304,15 @@ func table(rows []measured) string {
 	for _, m := range rows {
 		cells := []string{m.name}
 		for _, q := range []float64{0.5, 0.99, 1} {
-			cells = append(cells, factor(quantile(m.took, q), quantile(m.floor, q)))
+			cells = append(cells, factor(harness.Quantile(m.took, q), harness.Quantile(m.floor, q)))
 		}
 		cells = append(cells, fmt.Sprintf("%d of %d", m.slowCount, len(m.took)), "")
 		if m.slowCount > 0 {
 			cells[5] = fmt.Sprintf("%.1f s", m.lastSlow.Seconds())
 		}
 		if len(m.drained) > 0 {
-			cells = append(cells, factor(quantile(m.drained, 0.5), quantile(unprotected, 0.5)),
-				factor(quantile(m.drained, 1), quantile(unprotected, 1)),
+			cells = append(cells, factor(harness.Quantile(m.drained, 0.5), harness.Quantile(unprotected, 0.5)),
+				factor(harness.Quantile(m.drained, 1), harness.Quantile(unprotected, 1)),
 				fmt.Sprintf("%d carried out", m.carriedOut), fmt.Sprintf("%.1f s", m.first.Seconds()),
 				fmt.Sprintf("%.1f s", m.last.Seconds()), strings.Join(m.memory, ", "))
 		} else {
@@ -326,13 +325,4 @@ func table(rows []measured) string {
 
 func factor(d, floor time.Duration) string {
 	return fmt.Sprintf("%.1f ms (%.1fx)", float64(d.Microseconds())/1000, float64(d)/float64(floor))
-}
-
-// quantile returns the smallest duration that at least this share of all does not exceed.
-func quantile(all []time.Duration, q float64) time.Duration {
-	if len(all) == 0 {
-		return 0
-	}
-	sorted := slices.Sorted(slices.Values(all))
-	return sorted[max(0, min(len(sorted)-1, int(q*float64(len(sorted))+0.999999)-1))]
 }
