@@ -76,10 +76,15 @@ func (a *agent) now() time.Time { return a.w.clock(&a.proc) }
 const misdated = "a pod had just become ready, by a clock that is wrong"
 
 // misdated reports whether a replica may take a pod, or another endpoint of its Services, for older
-// than it is: since when a pod is ready is said by its kubelet, whose clock differs from that of
-// the API server, which says when pods are deleted, and from the replica's.
+// than it is. Only the kubelet reports since when a pod is ready. Its clock was then behind that of
+// the API server, which reports when pods are deleted, or behind that of a replica.
 func (w *world) misdated(p *pod, at time.Duration) bool {
-	return w.skews != [maxNodes]skew{} && slices.ContainsFunc(w.api.pods, func(q *pod) bool {
+	return slices.ContainsFunc(w.api.pods, func(q *pod) bool {
+		ahead := q.ahead(q.readyAt)
+		later := func(c *coord) bool { return ahead < w.skews[c.node].ahead(at) }
+		if ahead >= 0 && !slices.ContainsFunc(w.coords, later) {
+			return false
+		}
 		if q == p {
 			return p.committed-p.readyAt < endpoints.Linger
 		}

@@ -229,12 +229,12 @@ func Number(t testing.TB, variable string, otherwise int) int {
 	return n
 }
 
-// Quantile returns the smallest duration that at least this share of all does not exceed, 0 if
-// there are none.
+// Quantile returns the smallest duration that at least this share of all does not exceed, rounded
+// to 10 us, and 0 if there are none.
 func Quantile(all []time.Duration, q float64) time.Duration {
 	if len(all) == 0 {
 		return 0
 	}
 	sorted := slices.Sorted(slices.Values(all))
-	return sorted[max(0, min(len(sorted)-1, int(q*float64(len(sorted))+0.999999)-1))]
+	return sorted[max(0, min(len(sorted)-1, int(q*float64(len(sorted))+0.999999)-1))].Round(10 * time.Microsecond)
 }
