@@ -25,10 +25,10 @@ type process struct {
 	samples []sample
 }
 
-// sample is what a process takes after so many lives.
+// sample is what a process takes after so many lives. at is the time since started.
 type sample struct {
 	lives                                          int
-	at                                             time.Time
+	at                                             time.Duration
 	rss, heap, goroutines, descriptors, exclusions float64
 }
 
@@ -51,9 +51,11 @@ var quantities = []quantity{
 	{"journal, bytes", 5, 1000, true, func(s sample) float64 { return s.exclusions }},
 }
 
+var started = time.Now()
+
 // take measures a process.
 func (p *process) take(lives int) (sample, error) {
-	s := sample{lives: lives, at: time.Now()}
+	s := sample{lives: lives, at: time.Since(started)}
 	open, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", p.pid))
 	if err != nil {
 		return s, err
@@ -103,7 +105,7 @@ func fit(samples []sample, first int, memory time.Duration, of func(sample) floa
 	x, y, remembered := make([]float64, batches), make([]float64, batches), make([]float64, batches)
 	former := 0
 	for _, s := range samples {
-		for s.at.Sub(samples[former].at) > memory {
+		for s.at-samples[former].at > memory {
 			former++
 		}
 		if s.lives >= first {

@@ -127,17 +127,17 @@ func TestSoak(t *testing.T) {
 				remembered = 0 // in a short form the pods that are remembered grow as the lives do
 			}
 			slope, stderr := fit(p.samples, first, remembered, q.of)
-			// A shorter form sees the same growth in fewer lives.
-			most := q.slope * max(1, 40_000/float64(count-first))
+			// A shorter form sees the same growth in fewer lives, so it is less precise.
+			precise := q.slope * max(1, 40_000/float64(count-first))
 			t.Logf("%-16s %-18s %10.4f a life, standard error %.4f", p.name, q.name, slope, stderr)
 			switch {
 			case q.remembers && !full:
-			case slope-2*stderr > most:
+			case slope-3*stderr > q.slope:
 				t.Errorf("%s: %s grow by %.4f a life, standard error %.4f, want %.4f at most", p.name, q.name, slope,
-					stderr, most)
-			case stderr > most:
+					stderr, q.slope)
+			case stderr > precise:
 				t.Errorf("%s: the slope of %s has a standard error of %.4f: %.4f could not be told from 0", p.name,
-					q.name, stderr, most)
+					q.name, stderr, precise)
 			}
 		}
 	}
