@@ -44,9 +44,9 @@ func (l *leaving) outlive(ctx context.Context, streams func(context.Context) err
 			return
 		}
 		if err := l.leave(bounded); err != nil {
-			l.log.Info("not every coordinator received the last message of this agent", "error", err)
+			l.log.Info("not every coordinator was informed that this agent leaves", "error", err)
 		} else {
-			l.log.Info("coordinators received the last message of this agent: its gateway has ended")
+			l.log.Info("coordinators were informed that this agent leaves: its gateway has ended")
 		}
 	}()
 	err := streams(inner)

@@ -1,7 +1,6 @@
 package haproxy
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"net"
@@ -9,7 +8,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -17,6 +15,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/agenttest"
 )
 
 var _ gateway.Directed = (*Gateway)(nil)
@@ -31,25 +30,8 @@ type proxy struct {
 	cfg    Config
 
 	cmd    *exec.Cmd
-	out    *syncBuffer
+	out    *agenttest.Log
 	exited chan struct{}
-}
-
-type syncBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (s *syncBuffer) Write(p []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.Write(p)
-}
-
-func (s *syncBuffer) String() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.String()
 }
 
 // newProxy writes the user's file, with extra sections, and does not start HAProxy.
@@ -95,7 +77,7 @@ func (p *proxy) start() { p.t.Helper(); p.startWith(p.socket) }
 func (p *proxy) startWith(socket string) {
 	p.t.Helper()
 	p.cmd = exec.Command(p.path, "-W", "-S", socket, "-f", filepath.Join(p.dir, "user.cfg"), "-f", p.cfg.ServersFile)
-	p.out = &syncBuffer{}
+	p.out = &agenttest.Log{}
 	p.cmd.Stdout, p.cmd.Stderr = p.out, p.out
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	if err := p.cmd.Start(); err != nil {
