@@ -14,17 +14,17 @@ import (
 	"golang.org/x/time/rate"
 )
 
-// connLimiter bounds the connections of a server. When there are too many, it closes one of the
-// source address that has the most, not counting connections that are kept ([KeepConn]): the one
-// without a new request for longest. So a client cannot keep others out with many connections that
-// are silent, send slowly or do not read their answers.
+// connLimiter bounds the connections of a server, not counting those that are kept ([KeepConn]).
+// When there are too many, it closes one of the source address that has the most: the one without a
+// new request for longest. So a client cannot keep others out with many connections that are
+// silent, send slowly or do not read their answers.
 type connLimiter struct {
 	max int
 
-	mu  sync.Mutex
-	all int
-	// waiting holds the connections of each source that may be closed, the longest without a new
-	// request at the front.
+	mu sync.Mutex
+	// all is how many connections are in waiting: those of each source that may be closed, the next
+	// to be closed at the front.
+	all     int
 	waiting map[netip.Addr]*list.List
 }
 
@@ -32,38 +32,13 @@ func newConnLimiter(most int) *connLimiter {
 	return &connLimiter{max: most, waiting: map[netip.Addr]*list.List{}}
 }
 
-// admit adds a new connection, and returns the connection that the caller must close for it: none
-// (nil), another one, or conn itself.
-func (c *connLimiter) admit(conn *limitedConn) (out *limitedConn) {
+// add puts a connection at the end of its source's list, unless it was closed. If there are too
+// many then, it removes another one and returns it: the caller must close it.
+func (c *connLimiter) add(conn *limitedConn) (out *limitedConn) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.all >= c.max {
-		source, most := conn.source, 0
-		if own := c.waiting[source]; own != nil {
-			most = own.Len() + 1
-		}
-		for of, conns := range c.waiting {
-			if conns.Len() > most {
-				source, most = of, conns.Len()
-			}
-		}
-		if most == 0 {
-			return conn
-		}
-		out = c.waiting[source].Front().Value.(*limitedConn)
-		c.forget(out)
-	}
-	conn.in = true
-	c.all++
-	c.push(conn)
-	return out
-}
-
-// push, called with the lock, puts a connection at the end of its source's list, unless it was
-// closed.
-func (c *connLimiter) push(conn *limitedConn) {
-	if !conn.in {
-		return
+	if c.remove(conn); conn.closed {
+		return nil
 	}
 	conns := c.waiting[conn.source]
 	if conns == nil {
@@ -71,29 +46,35 @@ func (c *connLimiter) push(conn *limitedConn) {
 		c.waiting[conn.source] = conns
 	}
 	conn.at = conns.PushBack(conn)
+	if c.all++; c.all <= c.max {
+		return nil
+	}
+	source, most := conn.source, conns.Len()
+	if most == 1 {
+		most = 0 // the only one of its source makes no room for itself
+	}
+	for of, conns := range c.waiting {
+		if of != conn.source && conns.Len() > most {
+			source, most = of, conns.Len()
+		}
+	}
+	out = c.waiting[source].Front().Value.(*limitedConn)
+	c.remove(out)
+	return out
 }
 
-// pull, called with the lock, takes a connection out of its source's list. A second call changes
+// remove, called with the lock, takes a connection out of its source's list. A second call changes
 // nothing.
-func (c *connLimiter) pull(conn *limitedConn) {
+func (c *connLimiter) remove(conn *limitedConn) {
 	if conn.at == nil {
 		return
 	}
+	c.all--
 	conns := c.waiting[conn.source]
 	conns.Remove(conn.at)
 	conn.at = nil
 	if conns.Len() == 0 {
 		delete(c.waiting, conn.source)
-	}
-}
-
-// forget, called with the lock, removes a connection from the limiter. A second call changes
-// nothing.
-func (c *connLimiter) forget(conn *limitedConn) {
-	if conn.in {
-		conn.in = false
-		c.all--
-		c.pull(conn)
 	}
 }
 
@@ -109,57 +90,50 @@ const limitedEvery = 10 * time.Second
 
 // Accept implements net.Listener.
 func (l *limitedListener) Accept() (net.Conn, error) {
-	for {
-		conn, err := l.Listener.Accept()
-		if err != nil {
-			return nil, err
-		}
-		member := &limitedConn{Conn: conn, crowd: l.crowd}
-		if from, err := netip.ParseAddrPort(conn.RemoteAddr().String()); err == nil {
-			member.source = from.Addr().Unmap()
-		}
-		out := l.crowd.admit(member)
-		if out == nil {
-			return member, nil
-		}
-		l.said.Do(func() {
-			l.log.Warn("too many connections: closed one of the source with the most", "most", l.crowd.max,
-				"closed", out.RemoteAddr().String())
-		})
-		_ = out.Close()
-		if out != member {
-			return member, nil
-		}
+	conn, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
 	}
+	limited := &limitedConn{Conn: conn, listener: l}
+	if from, err := netip.ParseAddrPort(conn.RemoteAddr().String()); err == nil {
+		limited.source = from.Addr().Unmap()
+	}
+	l.wait(limited)
+	return limited, nil
 }
 
-// limitedConn is a connection that the limiter counts until it is closed.
+// wait makes conn, which is new or has a new request, or whose handler keeps it no longer, the last
+// of its source that may be closed. It closes another one if there are too many.
+func (l *limitedListener) wait(conn *limitedConn) {
+	out := l.crowd.add(conn)
+	if out == nil {
+		return
+	}
+	l.said.Do(func() {
+		l.log.Warn("too many connections: closed one of the source with the most", "most", l.crowd.max,
+			"closed", out.RemoteAddr().String())
+	})
+	_ = out.Close()
+}
+
+// limitedConn is a connection of a limitedListener.
 type limitedConn struct {
 	net.Conn
-	crowd  *connLimiter
-	source netip.Addr
-	// in: the limiter counts it. at is its place in its source's list. While in is true, a nil at
-	// means that its handler keeps it.
-	in bool
-	at *list.Element
+	listener *limitedListener
+	source   netip.Addr
+	// at is the place in its source's list, nil while its handler keeps it and once it is closed.
+	at     *list.Element
+	closed bool
 }
 
 // Close implements net.Conn.
 func (c *limitedConn) Close() error {
-	c.crowd.mu.Lock()
-	c.crowd.forget(c)
-	c.crowd.mu.Unlock()
+	crowd := c.listener.crowd
+	crowd.mu.Lock()
+	c.closed = true
+	crowd.remove(c)
+	crowd.mu.Unlock()
 	return c.Conn.Close()
-}
-
-// turn records a new request, which moves the connection to the end of its source's list. With
-// kept, it takes the connection out of the list until the next turn.
-func (c *limitedConn) turn(kept bool) {
-	c.crowd.mu.Lock()
-	defer c.crowd.mu.Unlock()
-	if c.crowd.pull(c); !kept {
-		c.crowd.push(c)
-	}
 }
 
 // connKey is the key of the connection in a request's context.
@@ -173,12 +147,16 @@ func connContext(ctx context.Context, conn net.Conn) context.Context {
 }
 
 // KeepConn returns a handler that protects connections: while next handles a request, the limiter
-// does not close its connection. Use it behind the handler that authenticates the caller.
+// neither counts nor closes its connection. Use it behind the handler that authenticates the
+// caller.
 func KeepConn(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if conn, ok := r.Context().Value(connKey{}).(*limitedConn); ok {
-			conn.turn(true)
-			defer conn.turn(false)
+			crowd := conn.listener.crowd
+			crowd.mu.Lock()
+			crowd.remove(conn)
+			crowd.mu.Unlock()
+			defer conn.listener.wait(conn)
 		}
 		next.ServeHTTP(w, r)
 	})

@@ -34,11 +34,11 @@ type Server struct {
 	// TLS is nil for plain HTTP.
 	TLS     *tls.Config
 	Handler http.Handler
-	// Conns bounds the connections. When there are too many, the server closes one of the source
-	// address that has the most: the one without a new request for longest, whether or not that is
-	// answered. It does not close connections that a handler keeps ([KeepConn]); if all are kept,
-	// it closes the new one. With this bound, a new connection may be without a request for as long
-	// as any other, because HTTP clients open some before they use them. 0: no bound.
+	// Conns bounds the connections, not counting those that a handler keeps ([KeepConn]). When
+	// there are too many, the server closes one of the source address that has the most: the one
+	// without a new request for longest, whether or not that is answered. With this bound, a new
+	// connection may be without a request for as long as any other, because HTTP clients open some
+	// before they use them. 0: no bound.
 	Conns int
 	// ReadTime is how long after its header a request's body may take to arrive, read or not; then
 	// reads fail with os.ErrDeadlineExceeded and the connection is closed. Unlike
@@ -168,7 +168,7 @@ func (s Server) handler(ending *atomic.Bool, panicked chan<- error, log *slog.Lo
 			w.Header().Set("Connection", "close")
 		}
 		if conn, ok := r.Context().Value(connKey{}).(*limitedConn); ok {
-			conn.turn(false)
+			conn.listener.wait(conn)
 		}
 		if s.ReadTime > 0 && r.ContentLength != 0 {
 			_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(s.ReadTime))
