@@ -53,10 +53,10 @@ const (
 	// admission reviews, which may take as long as the API server waits. In a burst this process
 	// reads late, and a deletion whose review was cut would continue without an answer.
 	readTime = 5 * time.Second
-	// agentConns bounds the connections of agents that serve no authenticated request: new ones, and
-	// unused ones, which an agent closes after a minute. Streams do not count. agentTime bounds how
-	// long a post takes to arrive: after that the agent has given up. It also bounds how long an
-	// answer takes, except on streams, where the handler sets the time of each write.
+	// agentConns bounds the connections of agents that serve no authenticated request: new ones,
+	// and unused ones, which an agent closes after a minute. Streams do not count. agentTime bounds
+	// how long a post takes to arrive: after that the agent has given up. It also bounds how long
+	// an answer takes, except on streams, where the handler sets the time of each write.
 	agentConns = 4096
 	agentTime  = 10 * time.Second
 	// writeMargin is added to the webhook's timeout to bound the write of an answer. The API server

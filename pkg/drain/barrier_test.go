@@ -709,6 +709,23 @@ func TestRestartsByTheClockOfTheNode(t *testing.T) {
 	}
 }
 
+// A container stops a second time before this replica learns that the pod was ready in between.
+func TestAContainerThatStopsTwice(t *testing.T) {
+	w := newWorld(t)
+	w.join("edge", web)
+	p, stopped := pod("a"), w.now
+	for _, at := range []time.Duration{0, 5 * time.Second, 0} {
+		w.Ask(w.now, p, []Targets{{Service: web, Usable: []UID{p.UID, "other"}}},
+			Place{Restart: true, Stopped: stopped.Add(at)})
+	}
+	if w.ReadyAgain(w.now, p.UID, stopped.Add(3*time.Second)) {
+		t.Error("a pod that was ready before its second stop is back")
+	}
+	if !w.ReadyAgain(w.now, p.UID, stopped.Add(6*time.Second)) {
+		t.Error("the pod is ready again and not back")
+	}
+}
+
 func TestStatedWaitsAreRead(t *testing.T) {
 	for text, want := range map[string]time.Duration{
 		"25s": 25 * time.Second, " 1m ": time.Minute, "0s": 0,

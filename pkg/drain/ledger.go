@@ -179,6 +179,7 @@ func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Sta
 	l.serve(d, services)
 	if place.Restart && d.open {
 		place.Is = d.place
+		d.stopped = later(d.stopped, place.Stopped)
 	}
 	d.restart = place.Restart && (d.restart || !d.open)
 	if !d.open {

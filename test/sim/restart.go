@@ -182,14 +182,15 @@ func (c *coord) restarts(x *barred) {
 func (c *coord) back(uid drain.UID, at time.Duration) {
 	begun, open := c.begun[uid]
 	ahead := c.w.api.find(uid).ahead
-	if c.core.Ready(c.now(), uid, epoch.Add(at+ahead(at))) {
+	ready := epoch.Add(at + ahead(at)).Truncate(time.Second) // as metav1.Time
+	if c.core.Ready(c.now(), uid, ready) {
 		c.log("%s is ready again", uid)
 		c.w.measure("pods that were routed again because they were ready again")
 		c.closed(uid)
 		c.settle()
 		return
 	}
-	if open && c.restarted[uid] && at > begun && ahead(at) >= ahead(begun) {
+	if open && c.restarted[uid] && at > begun && ready.After(epoch.Add(begun+ahead(begun))) {
 		c.w.fail(checkBack,
 			"%s does not let %s be routed again, which has become ready after its container was stopped", c.name, uid)
 	}
