@@ -693,10 +693,3 @@ func later(a, b time.Time) time.Time {
 	}
 	return b
 }
-
-func number(b bool) int {
-	if b {
-		return 1
-	}
-	return 0
-}

@@ -289,3 +289,10 @@ func (b bits) unset(n int) {
 
 // has reports whether n is in the set. n may be beyond its size.
 func (b bits) has(n int) bool { return n/64 < len(b) && b[n/64]&(1<<(n%64)) != 0 }
+
+func number(b bool) int {
+	if b {
+		return 1
+	}
+	return 0
+}
