@@ -102,7 +102,7 @@ func (l *limitedListener) Accept() (net.Conn, error) {
 	return limited, nil
 }
 
-// wait makes conn, which is new or has a new request, or whose handler keeps it no longer, the last
+// wait makes conn, which is new or has a new request, or whose kept request is answered, the last
 // of its source that may be closed. It closes another one if there are too many.
 func (l *limitedListener) wait(conn *limitedConn) {
 	out := l.crowd.add(conn)
@@ -121,9 +121,9 @@ type limitedConn struct {
 	net.Conn
 	listener *limitedListener
 	source   netip.Addr
-	// at is the place in its source's list, nil while its handler keeps it and once it is closed.
-	at     *list.Element
-	closed bool
+	// at is the place in its source's list, nil while it is kept and once it is closed.
+	at           *list.Element
+	kept, closed bool
 }
 
 // Close implements net.Conn.
@@ -140,23 +140,45 @@ func (c *limitedConn) Close() error {
 type connKey struct{}
 
 func connContext(ctx context.Context, conn net.Conn) context.Context {
-	if secure, ok := conn.(*tls.Conn); ok {
-		conn = secure.NetConn()
-	}
-	return context.WithValue(ctx, connKey{}, conn)
+	return context.WithValue(ctx, connKey{}, limited(conn))
 }
 
-// KeepConn returns a handler that protects connections: while next handles a request, the limiter
-// neither counts nor closes its connection. Use it behind the handler that authenticates the
-// caller.
+// limited returns the connection below TLS.
+func limited(conn net.Conn) net.Conn {
+	if secure, ok := conn.(*tls.Conn); ok {
+		return secure.NetConn()
+	}
+	return conn
+}
+
+// connState ends the protection of [KeepConn]: an idle connection has sent its answer. When the
+// handler returns, net/http has not sent all of it yet.
+func connState(conn net.Conn, state http.ConnState) {
+	c, ok := limited(conn).(*limitedConn)
+	if !ok || state != http.StateIdle {
+		return
+	}
+	crowd := c.listener.crowd
+	crowd.mu.Lock()
+	kept := c.kept
+	c.kept = false
+	crowd.mu.Unlock()
+	if kept {
+		c.listener.wait(c)
+	}
+}
+
+// KeepConn returns a handler that protects connections: from when next handles a request until that
+// is answered, the limiter neither counts nor closes its connection. Use it behind the handler that
+// authenticates the caller.
 func KeepConn(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if conn, ok := r.Context().Value(connKey{}).(*limitedConn); ok {
 			crowd := conn.listener.crowd
 			crowd.mu.Lock()
+			conn.kept = true
 			crowd.remove(conn)
 			crowd.mu.Unlock()
-			defer conn.listener.wait(conn)
 		}
 		next.ServeHTTP(w, r)
 	})

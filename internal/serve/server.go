@@ -93,7 +93,7 @@ func (s Server) run(ctx context.Context) error {
 	}
 	listener := s.Listener
 	if s.Conns > 0 {
-		server.ConnContext, server.ReadHeaderTimeout = connContext, idleTime
+		server.ConnContext, server.ConnState, server.ReadHeaderTimeout = connContext, connState, idleTime
 		listener = &limitedListener{Listener: listener, crowd: newConnLimiter(s.Conns), log: log.With("server", s.Name),
 			said: rate.Sometimes{Interval: limitedEvery}}
 	}

@@ -253,11 +253,11 @@ func TestServerMakesRoom(t *testing.T) {
 }
 
 // A connection that is kept takes no other one's place: more agents may have a stream than there
-// may be connections of clients that are not known.
+// may be connections of clients that are not known. Once its request is answered, and not before,
+// it counts again.
 func TestKeptConnectionsAreNotCounted(t *testing.T) {
 	const kept = 5
 	release, arrived := make(chan struct{}), make(chan struct{})
-	var done sync.WaitGroup
 	address, _ := start(t, Server{
 		Conns: 1, Grace: 5 * time.Second,
 		Handler: KeepConn(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -268,22 +268,47 @@ func TestKeptConnectionsAreNotCounted(t *testing.T) {
 			fmt.Fprint(w, "ok")
 		})),
 	})
-	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
-	ask := func(path string) {
-		response, err := client.Get("http://" + address + path)
+	ask := func(path string) net.Conn {
+		conn, err := net.Dial("tcp", address)
 		if err != nil {
-			t.Errorf("%s: %v", path, err)
-			return
+			t.Fatal(err)
 		}
-		response.Body.Close()
+		t.Cleanup(func() { conn.Close() })
+		fmt.Fprintf(conn, "GET %s HTTP/1.1\r\nHost: x\r\n\r\n", path)
+		return conn
 	}
+	answered := func(conn net.Conn) {
+		_ = conn.SetReadDeadline(time.Now().Add(10 * time.Second))
+		response, err := http.ReadResponse(bufio.NewReader(conn), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if text, err := io.ReadAll(response.Body); string(text) != "ok" {
+			t.Fatalf("answer %q, %v", text, err)
+		}
+	}
+	var held []net.Conn
 	for range kept {
-		done.Go(func() { ask("/hold") })
+		held = append(held, ask("/hold"))
 		<-arrived // before that it counts
 	}
-	ask("/")
+	answered(ask("/"))
 	close(release)
-	done.Wait()
+	for _, conn := range held {
+		answered(conn)
+	}
+	ended := make(chan error, kept)
+	for _, conn := range held {
+		go func() {
+			_, err := conn.Read(make([]byte, 1))
+			ended <- err
+		}()
+	}
+	for range kept - 1 {
+		if err := <-ended; errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Error("an answered connection is not counted")
+		}
+	}
 }
 
 // What others need to the end must not end before them: a review would be answered from a cache
