@@ -27,6 +27,10 @@ RATE ?= 300
 KEEPALIVE ?= false
 # make demo KEEP=1
 KEEP ?=
+# Where etcd and Kubernetes are downloaded from, in the place of https://dl.k8s.io/release and
+# https://github.com/etcd-io/etcd/releases/download: a URL. "off" for KUBERNETES_MIRROR: both are built from source.
+export KUBERNETES_MIRROR ?=
+export ETCD_MIRROR ?=
 # make bench SUITES=health
 SUITES ?=
 # make e2e RUNS=5 UPGRADE_FROM=COMMIT, make e2e ONLY= (each scenario of the table)
@@ -58,7 +62,8 @@ help: ## what there is
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 .PHONY: demo
-demo: haproxy kubernetes build ## one rolling update under load, three times: unprotected, preStop sleep, Lameduck (LAG=1s); KEEP=1 leaves the page open
+demo: haproxy ## one rolling update under load, three times: unprotected, preStop sleep, Lameduck (LAG=1s); KEEP=1 leaves the page and the API server open
+	@$(MAKE) --no-print-directory -j2 control-plane build
 	@$(BIN)/demo -bin $(BIN) -lag $(LAG) -rate $(RATE) -keep-alive=$(KEEPALIVE) $(if $(KEEP),-keep) -out demo.json
 
 .PHONY: test
@@ -129,12 +134,16 @@ release: ## all that users install, by digest, with checksums, into an empty dis
 	@rm -rf $(DIST)
 	@$(RELEASE) all -out $(DIST) -version $(VERSION) -registry $(REGISTRY) -download '$(DOWNLOAD)'
 
+.PHONY: control-plane
+control-plane: ## etcd and the Kubernetes control plane, once: downloaded, or else from source (KUBERNETES_MIRROR=URL, =off)
+	@cd test/cluster && go run ./cmd/kubernetes-build control-plane > /dev/null
+
 .PHONY: kubernetes
-kubernetes: ## etcd and the Kubernetes control plane, from source, once
+kubernetes: ## the same with kubelet and kube-proxy
 	@cd test/cluster && go run ./cmd/kubernetes-build > /dev/null
 
 .PHONY: upstream
-upstream: ## the end-to-end tests of Kubernetes and the program of their pods, in the same way
+upstream: ## the end-to-end tests of Kubernetes and the program of their pods, from source, once
 	@cd test/cluster && go run ./cmd/kubernetes-build upstream > /dev/null
 
 .PHONY: haproxy

@@ -1,14 +1,13 @@
 // Package cluster runs a real Kubernetes control plane for tests and demonstrations: etcd,
-// kube-apiserver, kube-controller-manager and kube-scheduler of one version. They are built from
-// source and run as processes of an ordinary user, without containers. Nothing remains after they
-// end.
+// kube-apiserver, kube-controller-manager and kube-scheduler of one version. They run as processes
+// of an ordinary user, without containers. Nothing remains after they end.
 //
-// [Build] compiles the programs, once. [Enter] moves the caller into a network and process
-// namespace of its own. All addresses of the pod range exist there, and everything in the namespace
-// ends with it. [Start] starts a control plane there, in about two seconds. Package node adds nodes
-// that run pods as processes. Package machine, which needs root, adds real nodes with kubelet,
-// containers and kube-proxy. [Listen] and [Expose] give programs on the machine access to the
-// namespace. In tests all of this is two lines:
+// [Build] downloads the programs or builds them from source, once. [Enter] moves the caller into a
+// network and process namespace of its own. All addresses of the pod range exist there, and
+// everything in the namespace ends with it. [Start] starts a control plane there, in about two
+// seconds. Package node adds nodes that run pods as processes. Package machine, which needs root,
+// adds real nodes with kubelet, containers and kube-proxy. [Listen] and [Expose] give programs on
+// the machine access to the namespace. In tests all of this is two lines:
 //
 //	func TestMain(m *testing.M) { cluster.Main(m) }
 //
@@ -98,7 +97,7 @@ type Cluster struct {
 // API server is reachable by pods, outside on loopback only. On an error nothing is left running.
 // The caller calls Stop.
 func Start(ctx context.Context, options Options) (*Cluster, error) {
-	binaries, err := Build(ctx, os.Stderr)
+	binaries, err := BuildControlPlane(ctx, os.Stderr)
 	if err != nil {
 		return nil, err
 	}

@@ -20,7 +20,7 @@ func Example() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	if !cluster.Inside() { // inside there is no network to build with
-		if _, err := cluster.Build(ctx, os.Stderr); err != nil {
+		if _, err := cluster.BuildControlPlane(ctx, os.Stderr); err != nil {
 			log.Fatal(err)
 		}
 	}

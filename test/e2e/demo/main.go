@@ -109,7 +109,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	if !cluster.Inside() {
-		if _, err := cluster.Build(ctx, out); err != nil {
+		if _, err := cluster.BuildControlPlane(ctx, out); err != nil {
 			return err
 		}
 	}

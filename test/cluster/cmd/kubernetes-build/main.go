@@ -1,6 +1,9 @@
-// Command kubernetes-build builds the control plane that the tests run. With the argument upstream,
-// it builds the end-to-end tests of Kubernetes instead. It does not rebuild existing programs. It
-// prints the directory of the programs.
+// Command kubernetes-build gets the programs that the tests run, by download or from source. It does
+// not get existing programs again. It prints their directory.
+//
+//	kubernetes-build                # a control plane, and the programs of a node
+//	kubernetes-build control-plane  # a control plane
+//	kubernetes-build upstream       # the end-to-end tests of Kubernetes
 package main
 
 import (
@@ -8,23 +11,28 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
-	"slices"
+	"strings"
 	"syscall"
 
-	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/cluster/internal/programs"
 )
 
 func main() {
+	sets := map[string]programs.Set{
+		"": programs.All, "control-plane": programs.ControlPlane, "upstream": programs.Upstream,
+	}
+	set, ok := sets[strings.Join(os.Args[1:], " ")]
+	if !ok {
+		fmt.Fprintln(os.Stderr, "usage: kubernetes-build [control-plane | upstream]")
+		os.Exit(2)
+	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	build := cluster.Build
-	if slices.Equal(os.Args[1:], []string{"upstream"}) {
-		build = cluster.BuildUpstream
-	}
-	binaries, err := build(ctx, os.Stderr)
+	// Not by package cluster: compiling that takes a minute, in which this program is silent.
+	dir, _, err := programs.Get(ctx, os.Stderr, set, false)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "kubernetes-build:", err)
 		os.Exit(1)
 	}
-	fmt.Println(binaries.Dir)
+	fmt.Println(dir)
 }
