@@ -208,7 +208,7 @@ func (c *Cluster) writeCredentials() error {
 		return fmt.Errorf("generate the key for service account tokens: %w", err)
 	}
 	c.token = rand.Text()
-	if err := c.writeKubeconfig(c.Kubeconfig(), "admin", &clientcmdapi.AuthInfo{Token: c.token}); err != nil {
+	if err := c.writeKubeconfig(c.Kubeconfig(), c.server, "admin", &clientcmdapi.AuthInfo{Token: c.token}); err != nil {
 		return err
 	}
 	for name, content := range map[string][]byte{
@@ -333,12 +333,22 @@ func (c *Cluster) WriteKubeconfig(path, user string, groups ...string) error {
 	if err != nil {
 		return err
 	}
-	return c.writeKubeconfig(path, user, &clientcmdapi.AuthInfo{ClientCertificateData: cert, ClientKeyData: key})
+	return c.writeKubeconfig(path, c.server, user, &clientcmdapi.AuthInfo{ClientCertificateData: cert, ClientKeyData: key})
 }
 
-func (c *Cluster) writeKubeconfig(path, user string, credentials *clientcmdapi.AuthInfo) error {
+// ExposeAPIServer makes the API server reachable on a loopback address of the machine until ctx
+// ends, and writes a kubeconfig of the administrator for that address to path.
+func (c *Cluster) ExposeAPIServer(ctx context.Context, path string) error {
+	address, err := Expose(ctx, strings.TrimPrefix(c.server, "https://"), "")
+	if err != nil {
+		return err
+	}
+	return c.writeKubeconfig(path, "https://"+address, "admin", &clientcmdapi.AuthInfo{Token: c.token})
+}
+
+func (c *Cluster) writeKubeconfig(path, server, user string, credentials *clientcmdapi.AuthInfo) error {
 	config := clientcmdapi.NewConfig()
-	config.Clusters["test"] = &clientcmdapi.Cluster{Server: c.server, CertificateAuthorityData: c.ca.PEM()}
+	config.Clusters["test"] = &clientcmdapi.Cluster{Server: server, CertificateAuthorityData: c.ca.PEM()}
 	config.AuthInfos[user] = credentials
 	config.Contexts["test"] = &clientcmdapi.Context{Cluster: "test", AuthInfo: user}
 	config.CurrentContext = "test"

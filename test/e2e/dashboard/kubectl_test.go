@@ -6,9 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
-	"net"
-	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -22,86 +19,20 @@ import (
 	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
-	"k8s.io/cri-streaming/pkg/streaming/portforward"
 
-	"github.com/lameduck-io/lameduck/test/cluster"
 	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// kubelet is the part of a kubelet that the stand-in of a node lacks: it forwards ports of pods,
-// with the kubelet's own code, behind the real API server. All pods have the test's loopback
-// address here, besides one of their own.
-type kubelet struct {
-	kube      kubernetes.Interface
-	namespace string
-}
-
-func (k kubelet) PortForward(ctx context.Context, name, _ string, port int32, stream io.ReadWriteCloser) error {
-	conn, err := net.Dial("tcp", fmt.Sprint("127.0.0.1:", port))
-	if err != nil {
-		pod, missing := k.kube.CoreV1().Pods(k.namespace).Get(ctx, name, metav1.GetOptions{})
-		if missing != nil {
-			return missing
-		}
-		conn, err = net.Dial("tcp", net.JoinHostPort(pod.Status.PodIP, fmt.Sprint(port)))
-	}
-	if err != nil {
-		return err
-	}
-	var both sync.WaitGroup
-	both.Go(func() {
-		_, _ = io.Copy(conn, stream)
-		conn.Close()
-	})
-	both.Go(func() {
-		_, _ = io.Copy(stream, conn)
-		stream.Close()
-	})
-	both.Wait()
-	return nil
-}
-
 var kubeletOnce sync.Once
 
-// serveKubelet serves port forwarding where the API server looks for the kubelet, until the program
-// ends.
+// serveKubelet is [stage.ServeKubelet], until the program ends.
 func serveKubelet(t *testing.T, kube kubernetes.Interface) {
 	t.Helper()
 	kubeletOnce.Do(func() {
-		ca, err := cluster.NewCA()
-		if err != nil {
+		if err := stage.ServeKubelet(context.Background(), kube); err != nil {
 			t.Fatal(err)
 		}
-		certs := t.TempDir()
-		if err := ca.IssueFiles(certs, "node-1"); err != nil {
-			t.Fatal(err)
-		}
-		listener, err := net.Listen("tcp", ":10250")
-		if err != nil {
-			t.Fatal(err)
-		}
-		server := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			parts := strings.Split(r.URL.Path, "/") // /portForward/{namespace}/{pod}
-			if len(parts) < 4 || parts[1] != "portForward" {
-				http.NotFound(w, r)
-				return
-			}
-			options, err := portforward.NewV4Options(r)
-			if err != nil {
-				http.Error(w, err.Error(), http.StatusBadRequest)
-				return
-			}
-			portforward.ServePortForward(w, r, kubelet{kube, parts[2]}, parts[3], "", options, time.Hour,
-				10*time.Second, portforward.SupportedProtocols)
-		})}
-		ready := make(chan struct{})
-		go func() {
-			close(ready)
-			_ = server.ServeTLS(listener, filepath.Join(certs, "tls.crt"), filepath.Join(certs, "tls.key"))
-		}()
-		<-ready
-		time.Sleep(100 * time.Millisecond) // the files are read before they go with the test
 	})
 }
 

@@ -110,6 +110,13 @@ func (d *demo) perform(ctx context.Context) (report.Demo, error) {
 			return result, err
 		}
 		d.page = "http://" + address + "/"
+		// As kubectl lameduck needs it.
+		if err := stage.ServeKubelet(context.WithoutCancel(ctx), d.stage.Kube); err != nil {
+			return result, err
+		}
+		if err := d.cluster.ExposeAPIServer(context.WithoutCancel(ctx), temp("kubeconfig")); err != nil {
+			return result, err
+		}
 		d.say("the live page is at %s", d.page)
 	}
 	d.say("installing %d pods, and HAProxy with its agent in front of them", replicas)
@@ -149,8 +156,12 @@ func (d *demo) perform(ctx context.Context) (report.Demo, error) {
 	return result, err
 }
 
-// keepOpen leaves the page open until ctx ends, and gives it something to show now and then.
+// keepOpen leaves the page and the API server open until ctx ends, and gives them something to show
+// now and then.
 func (d *demo) keepOpen(ctx context.Context) error {
+	d.say("to use kubectl, in another terminal:\n\n"+
+		"    export KUBECONFIG=\"%s\" PATH=\"%s:%s:$PATH\"\n    kubectl lameduck status\n    kubectl -n %s get pods\n",
+		temp("kubeconfig"), d.bin, d.cluster.Binaries().Dir, namespace)
 	d.say("the live page stays open at %s; a rolling update every %s; end with Ctrl-C", d.page, restEvery)
 	for pause(ctx, restEvery) == nil {
 		clients, err := load.Run(ctx, load.Options{

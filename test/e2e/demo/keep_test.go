@@ -20,8 +20,9 @@ import (
 )
 
 // What make demo KEEP=1 does, and Ctrl-C then: the page's address is printed, is reached from
-// outside, shows rolling updates, and afterwards there is no process, no file and no listener left.
-// Without this the demo could leave a control plane behind on operators' machines.
+// outside, and shows rolling updates. The commands that it prints run kubectl lameduck. Afterwards
+// there is no process, no file and no listener left. Without this the demo could leave a control
+// plane behind on operators' machines.
 func TestKeepShowsThePageUntilInterrupted(t *testing.T) {
 	harness.HAProxy(t)
 	dir, err := os.MkdirTemp("", "d") // the path of a socket below it must not be long, as t.TempDir's is
@@ -111,7 +112,13 @@ func TestKeepShowsThePageUntilInterrupted(t *testing.T) {
 	if v, err := view(); err != nil || v.Replica.Name == "" {
 		t.Fatalf("the page at %s: %+v, %v", address, v, err)
 	}
-	await("the runs' end", 8*time.Minute, func(line string) bool { return strings.Contains(line, "Ctrl-C") })
+	commands := "set -e\n" // what it tells operators to run
+	await("the runs' end", 8*time.Minute, func(line string) bool {
+		if strings.HasPrefix(line, "    export ") || strings.HasPrefix(line, "    kubectl ") {
+			commands += line + "\n"
+		}
+		return strings.Contains(line, "Ctrl-C")
+	})
 	v, err := view()
 	if err != nil || len(v.Outcomes) == 0 || !v.TargetHealth.Reported {
 		t.Errorf("kept open it shows %+v, %v", v, err)
@@ -127,6 +134,18 @@ func TestKeepShowsThePageUntilInterrupted(t *testing.T) {
 		if v, err = view(); err != nil || time.Now().After(end) {
 			t.Fatalf("no rolling update is shown while it is kept open: %v", err)
 		}
+	}
+
+	shell := exec.CommandContext(t.Context(), "sh", "-c", commands)
+	shell.Env = []string{"PATH=/usr/bin:/bin", "HOME=" + t.TempDir()}
+	text, err := shell.CombinedOutput()
+	for _, want := range []string{"COORDINATOR", "lameduck-webhook-", "1/1", "haproxy", "connected", "web-"} {
+		if err != nil || !strings.Contains(string(text), want) {
+			t.Errorf("%s: %v, and no %q in\n%s", commands, err, want, text)
+		}
+	}
+	if strings.Count(commands, "kubectl ") < 2 {
+		t.Errorf("it does not say how to use kubectl: %q", commands)
 	}
 
 	err = end(syscall.SIGINT)

@@ -66,8 +66,8 @@ func parse(args []string, help io.Writer) (options, error) {
 	f.Float64Var(&o.rate, "rate", 300, "requests per second")
 	f.BoolVar(&o.keepAlive, "keep-alive", false,
 		"clients keep their connections instead of opening one for each request")
-	f.BoolVar(&o.keep, "keep", false, "after the runs, keep the live page open, with a rolling update now and then, "+
-		"until Ctrl-C")
+	f.BoolVar(&o.keep, "keep", false, "after the runs, keep the live page and the API server open, with a rolling "+
+		"update now and then, until Ctrl-C")
 	f.StringVar(&o.logs, "logs", "", "directory for the logs of everything that ran; empty: they are not kept")
 	if err := f.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
@@ -91,7 +91,11 @@ func parse(args []string, help io.Writer) (options, error) {
 	if o.bin, err = filepath.Abs(o.bin); err != nil {
 		return o, err
 	}
-	for _, program := range []string{"webhook", "agent", "app"} {
+	programs := []string{"webhook", "agent", "app"}
+	if o.keep {
+		programs = append(programs, "kubectl-lameduck")
+	}
+	for _, program := range programs {
 		if _, err := os.Stat(filepath.Join(o.bin, program)); err != nil {
 			return o, fmt.Errorf("%w: -bin %q: %w", errUsage, o.bin, err)
 		}

@@ -241,7 +241,7 @@ func (p pin) download(ctx context.Context, progress io.Writer, programs []progra
 		}
 		what := "it"
 		if unreachable[base] = errors.Is(err, errUnreachable); unreachable[base] {
-			what = "all that is there"
+			what = "all programs of this server"
 		}
 		fmt.Fprintf(progress, "downloading %s %s: %v: building %s from source\n", g.name, version, err, what)
 		left = append(left, g)

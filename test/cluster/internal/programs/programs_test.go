@@ -147,7 +147,7 @@ func TestGet(t *testing.T) {
 		"not reachable": {
 			change: func(m *mirror) { m.kubernetes = closed.URL },
 			want:   strings.ReplaceAll(strings.ReplaceAll(allDown, "downloaded", "built"), "etcd built", "etcd downloaded"),
-			says:   []string{"downloading kube-apiserver v1.36.3: not reachable: ", "building all that is there from source"},
+			says:   []string{"downloading kube-apiserver v1.36.3: not reachable: ", "building all programs of this server from source"},
 			// One attempt is enough.
 			silent: []string{"downloading kube-controller-manager"},
 		},
@@ -351,6 +351,38 @@ func TestGetInterrupted(t *testing.T) {
 	}
 	if want := []string{"etcd", "kube-apiserver", "kube-controller-manager"}; !slices.Equal(files, want) {
 		t.Errorf("%v is left, want %v", files, want)
+	}
+}
+
+// The environment names the mirror and the proxy. It is read once in a process, so this test starts
+// one.
+func TestGetByProxy(t *testing.T) {
+	if os.Getenv("TEST_GET") != "" {
+		if _, _, err := Get(t.Context(), os.Stderr, ControlPlane, false); err != nil {
+			t.Fatal(err)
+		}
+		return
+	}
+	tiny(t)
+	var mu sync.Mutex
+	var asked []string
+	proxy := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		mu.Lock()
+		asked = append(asked, r.URL.String())
+		mu.Unlock()
+		http.NotFound(w, r)
+	}))
+	defer proxy.Close()
+	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestGetByProxy$")
+	cmd.Env = append(os.Environ(), "TEST_GET=1", "HTTP_PROXY="+proxy.URL, "KUBERNETES_MIRROR=http://mirror.test/k8s",
+		"ETCD_MIRROR=http://mirror.test/etcd")
+	out, err := cmd.CombinedOutput()
+	want := []string{"http://mirror.test/etcd/" + file("etcd", etcdVersion)}
+	for _, g := range controlPlane[1:] {
+		want = append(want, "http://mirror.test/k8s/"+file(g.name, version))
+	}
+	if err != nil || !slices.Equal(asked, want) {
+		t.Errorf("the proxy was asked for %q, want %q: %v\n%s", asked, want, err, out)
 	}
 }
 
