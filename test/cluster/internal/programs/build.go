@@ -30,6 +30,7 @@ func (p pin) build(ctx context.Context, progress io.Writer, programs []program) 
 	if err := os.MkdirAll(partial, 0o755); err != nil {
 		return fmt.Errorf("make room for Kubernetes: %w", err)
 	}
+	defer os.Remove(p.built) // if it is empty
 	defer os.RemoveAll(partial)
 
 	names := map[string]string{} // in partial, by the program's
