@@ -65,7 +65,9 @@ func newDemo(ctx context.Context, o options, say func(string, ...any)) (*demo, e
 		return nil, err
 	}
 	say("starting a control plane")
-	if d.cluster, err = cluster.Start(ctx, cluster.Options{APIServer: d.audit.flags(), LogDir: o.logs}); err != nil {
+	// There is no DNS, so the API server finds the node by its address.
+	flags := append(d.audit.flags(), "--kubelet-preferred-address-types=InternalIP")
+	if d.cluster, err = cluster.Start(ctx, cluster.Options{APIServer: flags, LogDir: o.logs}); err != nil {
 		return nil, err
 	}
 	d.stage, err = stage.Open(ctx, d.cluster, stage.Options{

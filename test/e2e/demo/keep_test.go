@@ -141,7 +141,7 @@ func TestKeepShowsThePageUntilInterrupted(t *testing.T) {
 	text, err := shell.CombinedOutput()
 	for _, want := range []string{"COORDINATOR", "lameduck-webhook-", "1/1", "haproxy", "connected", "web-"} {
 		if err != nil || !strings.Contains(string(text), want) {
-			t.Errorf("%s: %v, and no %q in\n%s", commands, err, want, text)
+			t.Fatalf("%s: %v, and no %q in\n%s", commands, err, want, text)
 		}
 	}
 	if strings.Count(commands, "kubectl ") < 2 {
