@@ -333,7 +333,8 @@ func (c *Cluster) WriteKubeconfig(path, user string, groups ...string) error {
 	if err != nil {
 		return err
 	}
-	return c.writeKubeconfig(path, c.server, user, &clientcmdapi.AuthInfo{ClientCertificateData: cert, ClientKeyData: key})
+	return c.writeKubeconfig(path, c.server, user,
+		&clientcmdapi.AuthInfo{ClientCertificateData: cert, ClientKeyData: key})
 }
 
 // ExposeAPIServer makes the API server reachable on a loopback address of the machine until ctx

@@ -1,5 +1,5 @@
-// Command kubernetes-build gets the programs that the tests run, by download or from source. It does
-// not get existing programs again. It prints their directory.
+// Command kubernetes-build gets the programs that the tests run, by download or from source. It
+// does not get existing programs again. It prints their directory.
 //
 //	kubernetes-build                # a control plane, and the programs of a node
 //	kubernetes-build control-plane  # a control plane

@@ -43,8 +43,7 @@ func (p pin) build(ctx context.Context, progress io.Writer, programs []program) 
 			names[g.name] = path.Base(strings.TrimSuffix(g.pkg, "/v3")) // as go build names it
 		}
 	}
-	fmt.Fprintf(progress, "building %s from source, once: about 10 min on 2 cores, less if Go has compiled parts of them "+
-		"before\n", strings.Join(titles, ", "))
+	fmt.Fprintf(progress, "building %s from source, once; it takes minutes\n", strings.Join(titles, ", "))
 	// One go build for all compiles one program while it links another.
 	if err := p.compile(ctx, progress, partial, packages); err != nil {
 		return err
@@ -52,7 +51,8 @@ func (p pin) build(ctx context.Context, progress io.Writer, programs []program) 
 	for _, g := range programs {
 		if strings.HasSuffix(g.name, ".test") {
 			fmt.Fprintf(progress, "  %s\n", g.name)
-			if err := p.run(ctx, progress, &tally{}, "test", "-c", "-o", filepath.Join(partial, g.name), g.pkg); err != nil {
+			out := filepath.Join(partial, g.name)
+			if err := p.run(ctx, progress, &tally{}, "test", "-c", "-o", out, g.pkg); err != nil {
 				return err
 			}
 		}
@@ -149,7 +149,8 @@ func (p pin) run(ctx context.Context, progress io.Writer, output *tally, args ..
 				return fmt.Errorf("go %s: %w", verb[0], context.Cause(ctx))
 			}
 			if err != nil {
-				return fmt.Errorf("go %s %s: %w\n%s", verb[0], strings.Join(rest, " "), err, tail([]byte(output.text.String()), 20))
+				return fmt.Errorf("go %s %s: %w\n%s", verb[0], strings.Join(rest, " "), err,
+					tail(output.text.String(), 20))
 			}
 			return nil
 		}

@@ -67,8 +67,8 @@ func mirrorFromEnvironment() (*mirror, error) {
 
 func newMirror(proxy func(*http.Request) (*url.URL, error)) *mirror {
 	return &mirror{
-		// The timeouts are short, because without a network the programs are built: that takes minutes,
-		// and should begin at once.
+		// The timeouts are short: without a network the programs are built, which takes minutes and
+		// should begin at once.
 		client: &http.Client{Transport: &http.Transport{
 			Proxy:                 proxy,
 			DialContext:           (&net.Dialer{Timeout: 5 * time.Second}).DialContext,

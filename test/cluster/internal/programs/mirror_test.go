@@ -118,7 +118,11 @@ func TestDownload(t *testing.T) {
 		}
 	})
 	m.report = 0
-	for program, version := range map[string]string{"etcd": etcdVersion, "kube-apiserver": version, "kubectl": version} {
+	for _, program := range []string{"etcd", "kube-apiserver", "kubectl"} {
+		version := version
+		if program == "etcd" {
+			version = etcdVersion
+		}
 		progress, err := try(t, m, program, version)
 		if err != nil || !strings.Contains(progress, " MB") {
 			t.Errorf("%s: %v, %q", program, err, progress)
@@ -143,7 +147,8 @@ func TestDownloadChecksum(t *testing.T) {
 		if err == nil {
 			t.Fatalf("%s was downloaded", program)
 		}
-		for _, want := range []string{"WRONG CHECKSUM", m.checksums[file(program, version)], sum(content), m.kubernetes} {
+		for _, want := range []string{"WRONG CHECKSUM", m.checksums[file(program, version)], sum(content),
+			m.kubernetes} {
 			if !strings.Contains(err.Error(), want) {
 				t.Errorf("%s: no %q in %q", program, want, err)
 			}
@@ -236,7 +241,8 @@ func TestDownloadLimits(t *testing.T) {
 		t.Errorf("too long: %v", err)
 	}
 	m.limit, m.most = time.Minute, 1000
-	if _, err := try(t, m, "kube-apiserver", version); err == nil || !strings.Contains(err.Error(), "more than 0.0 MB") {
+	_, err := try(t, m, "kube-apiserver", version)
+	if err == nil || !strings.Contains(err.Error(), "more than 0.0 MB") {
 		t.Errorf("too large: %v", err)
 	}
 }

@@ -128,8 +128,8 @@ func readPin(ctx context.Context, name string) (pin, error) {
 	p.flags = []string{"-mod=readonly", "-trimpath", "-buildvcs=false", "-ldflags", ldflags}
 	name += "-" + version
 	p.lock = filepath.Join(cache, name+".lock")
-	p.built = filepath.Join(cache, name+"-"+digest(string(goMod), string(goSum), toolchain, runtime.GOOS, runtime.GOARCH,
-		strings.Join(p.flags, " ")))
+	p.built = filepath.Join(cache, name+"-"+digest(string(goMod), string(goSum), toolchain, runtime.GOOS,
+		runtime.GOARCH, strings.Join(p.flags, " ")))
 	p.downloaded = filepath.Join(cache, name+"-official-"+digest(string(goMod), string(goSum), runtime.GOARCH))
 	return p, nil
 }
@@ -149,8 +149,8 @@ func (p pin) version(program string) string {
 	return p.kubernetes
 }
 
-// get returns a folder with the programs of a set. It prefers a folder that has all of the programs,
-// so that callers with different sets have the same one.
+// get returns a folder with the programs of a set. It prefers a folder that has all of the
+// programs, so that callers with different sets have the same one.
 func (p pin) get(ctx context.Context, progress io.Writer, set Set, m *mirror, offline bool) (string, error) {
 	dirs := []string{p.built}
 	if slices.ContainsFunc(set.some, func(g program) bool { return m.base(g.name, p.version(g.name)) != "" }) {
@@ -354,8 +354,8 @@ func lock(ctx context.Context, path string, progress io.Writer) (unlock func(), 
 }
 
 // tail is the last lines of text.
-func tail(text []byte, lines int) string {
-	all := strings.Split(strings.TrimRight(string(text), "\n"), "\n")
+func tail(text string, lines int) string {
+	all := strings.Split(strings.TrimRight(text, "\n"), "\n")
 	if len(all) > lines {
 		all = all[len(all)-lines:]
 	}

@@ -24,13 +24,26 @@ func tiny(t *testing.T) (cache string) {
 	write := func(name, content string) {
 		t.Helper()
 		path := filepath.Join(source, name)
-		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, []byte(content), 0o644)); err != nil {
+		err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, []byte(content), 0o644))
+		if err != nil {
 			t.Fatal(err)
 		}
 	}
 	write("go.sum", "")
-	write("go.mod", fmt.Sprintf("module tiny\n\ngo 1.26.0\n\nrequire (\n\tgo.etcd.io/etcd/server/v3 %s\n\tk8s.io/kubernetes %s\n)\n"+
-		"replace (\n\tgo.etcd.io/etcd/server/v3 => ./etcd\n\tk8s.io/kubernetes => ./kubernetes\n)\n", etcdVersion, version))
+	write("go.mod", fmt.Sprintf(`module tiny
+
+go 1.26.0
+
+require (
+	go.etcd.io/etcd/server/v3 %s
+	k8s.io/kubernetes %s
+)
+
+replace (
+	go.etcd.io/etcd/server/v3 => ./etcd
+	k8s.io/kubernetes => ./kubernetes
+)
+`, etcdVersion, version))
 	write("etcd/go.mod", "module go.etcd.io/etcd/server/v3\n")
 	write("kubernetes/go.mod", "module k8s.io/kubernetes\n")
 	for _, g := range slices.Concat(All.all, Upstream.all) {
@@ -118,8 +131,9 @@ func TestGet(t *testing.T) {
 		"wrong checksums": {
 			change: func(m *mirror) { m.checksums[file("kubectl", version)] = sum(nil) },
 			want:   strings.ReplaceAll(allDown, "kubectl downloaded", "kubectl built"),
-			says: []string{"downloading kubectl v1.36.3: WRONG CHECKSUM of ", "expected SHA-256 " + sum(nil) + ", got " +
-				sum(content), "building it from source", "building kubectl v1.36.3 from source"},
+			says: []string{"downloading kubectl v1.36.3: WRONG CHECKSUM of ",
+				"expected SHA-256 " + sum(nil) + ", got " + sum(content),
+				"building it from source", "building kubectl v1.36.3 from source"},
 		},
 		"404": {
 			handler: func(w http.ResponseWriter, r *http.Request) bool {
@@ -142,12 +156,14 @@ func TestGet(t *testing.T) {
 				return false
 			},
 			want: strings.ReplaceAll(allDown, "kube-scheduler downloaded", "kube-scheduler built"),
-			says: []string{"trying again", "downloading kube-scheduler v1.36.3: the download was cut off: unexpected EOF"},
+			says: []string{"trying again",
+				"downloading kube-scheduler v1.36.3: the download was cut off: unexpected EOF"},
 		},
 		"not reachable": {
 			change: func(m *mirror) { m.kubernetes = closed.URL },
-			want:   strings.ReplaceAll(strings.ReplaceAll(allDown, "downloaded", "built"), "etcd built", "etcd downloaded"),
-			says:   []string{"downloading kube-apiserver v1.36.3: not reachable: ", "building all programs of this server from source"},
+			want:   strings.ReplaceAll(allBuilt, "etcd built", "etcd downloaded"),
+			says: []string{"downloading kube-apiserver v1.36.3: not reachable: ",
+				"building all programs of this server from source"},
 			// One attempt is enough.
 			silent: []string{"downloading kube-controller-manager"},
 		},
@@ -231,7 +247,8 @@ func TestGetMore(t *testing.T) {
 		t.Errorf("without a network: %v", err)
 	}
 	more := get(All, m)
-	if got, want := origins(t, more), allDown+", kubelet downloaded, kube-proxy downloaded"; more != first || got != want {
+	got := origins(t, more)
+	if more != first || got != allDown+", kubelet downloaded, kube-proxy downloaded" {
 		t.Errorf("%s and then %s: %s", first, more, got)
 	}
 	off := get(ControlPlane, &mirror{})
@@ -243,9 +260,9 @@ func TestGetMore(t *testing.T) {
 		t.Errorf("not the folder with all of the programs: %s", dir)
 	}
 
-	dir, got, err := Get(t.Context(), &bytes.Buffer{}, Upstream, false)
-	if err != nil || got != version || filepath.Dir(dir) != cache || len(absent(dir, Upstream.all)) > 0 {
-		t.Errorf("upstream: %s, %s, %v", dir, got, err)
+	dir, of, err := Get(t.Context(), &bytes.Buffer{}, Upstream, false)
+	if err != nil || of != version || filepath.Dir(dir) != cache || len(absent(dir, Upstream.all)) > 0 {
+		t.Errorf("upstream: %s, %s, %v", dir, of, err)
 	}
 }
 
