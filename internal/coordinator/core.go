@@ -585,12 +585,12 @@ func (c *Core) Feed(s *Session) (n News, ok bool) {
 		n.Declared, s.answered = s.declared, s.declared
 	}
 	for {
-		open, released, next := c.Ledger.ChangesFor(s.Who.Agent, s.sent)
+		open, released, told, next := c.Ledger.ChangesFor(s.Who.Agent, s.sent)
 		s.sent = next
 		if len(open)+len(released) == 0 {
 			return n, true
 		}
-		lines := c.written(c.Ledger.Told(s.Who.Agent), open, released)
+		lines := c.written(told, open, released)
 		if n.lines == nil {
 			n.Open, n.Released, n.lines = open, released, lines
 			continue

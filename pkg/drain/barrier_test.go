@@ -177,7 +177,7 @@ func (w *world) wantGoing(want map[UID]bool) {
 
 // hears returns what an agent hears after rev, in the order in which it is written.
 func (w *world) hears(id AgentID, rev uint64) (open []Open, next uint64, text string) {
-	open, released, next := w.ChangesFor(id, rev)
+	open, released, _, next := w.ChangesFor(id, rev)
 	for _, o := range open {
 		if o.Watch != nil {
 			text += fmt.Sprintf("watch %s %v last=%t ", o.Watch.Pod.UID, o.Watch.Targets, o.Watch.Last)

@@ -78,7 +78,7 @@ func TestAnAgentThatLetsThreeDrainsExpireIsSuspended(t *testing.T) {
 	d := pod("d")
 	w.ask(d, web)
 	w.want(d, "Unrouting bad:unknown good:unknown")
-	if open, _, _ := w.ChangesFor("bad", 0); len(open) != 3 {
+	if open, _, _, _ := w.ChangesFor("bad", 0); len(open) != 3 {
 		t.Errorf("told of %v", open)
 	}
 	// Who waits is woken by the last of those that are waited for.

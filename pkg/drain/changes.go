@@ -119,15 +119,18 @@ func (l *Ledger) Affected() []AgentID {
 const maxTold = 1000
 
 // ChangesFor returns the changes after revision rev that an agent must receive, the oldest first,
-// and the revision for the next call. rev 0 asks for everything. open are the drains that the agent
-// may have to acknowledge. released are the ends of drains of pods in the namespaces of its
+// and the revision next for the next call. rev 0 asks for everything. open are the drains that the
+// agent may have to acknowledge. released are the ends of drains of pods in the namespaces of its
 // Services on this session. A call returns at most 1,000 changes: call it until both slices are
-// empty. The slices are shared and must not be modified. They count as received by the agent, see
-// [Ledger.Told].
-func (l *Ledger) ChangesFor(id AgentID, rev uint64) (open []Open, released []Release, next uint64) {
+// empty. The slices are shared and must not be modified.
+//
+// They count as received by the agent, which may acknowledge all that it received with one [UpTo]
+// of revision told. Each batch has a higher revision than the ones before, even if its content is
+// the same. So an [UpTo] never covers a batch that the agent has not read.
+func (l *Ledger) ChangesFor(id AgentID, rev uint64) (open []Open, released []Release, told, next uint64) {
 	a := l.agents[id]
 	if a == nil || a.session == 0 {
-		return nil, nil, rev
+		return nil, nil, 0, rev
 	}
 	if !a.declared {
 		a.namespaces["*"] = true // it may route everything
@@ -153,7 +156,7 @@ func (l *Ledger) ChangesFor(id AgentID, rev uint64) (open []Open, released []Rel
 		}
 	}
 	if len(l.telling) == 0 {
-		return nil, nil, next
+		return nil, nil, 0, next
 	}
 	b := l.batch
 	if b == nil || b.revision <= a.told || !slices.Equal(b.of, l.telling) {
@@ -161,18 +164,7 @@ func (l *Ledger) ChangesFor(id AgentID, rev uint64) (open []Open, released []Rel
 		l.batch = b
 	}
 	a.tell(b)
-	return b.open, b.released, next
-}
-
-// Told returns the revision of what [Ledger.ChangesFor] returned last for an agent. The agent may
-// acknowledge all that it received up to there with one [UpTo]. Each batch has a higher revision
-// than the ones before, even if its content is the same. So an [UpTo] never covers a batch that the
-// agent has not read.
-func (l *Ledger) Told(id AgentID) uint64 {
-	if a := l.agents[id]; a != nil {
-		return a.told
-	}
-	return 0
+	return b.open, b.released, b.revision, next
 }
 
 // batch is what some agents are sent in one message. Agents that are sent the same share one batch.

@@ -24,9 +24,9 @@ func ExampleLedger() {
 	s := l.Ask(now, pod, targets, drain.Place{})
 	fmt.Println(s.Phase, "waits for", s.Waiting[0].Name)
 
-	open, _, _ := l.ChangesFor("a1", 0) // what the agent is sent
+	open, _, told, _ := l.ChangesFor("a1", 0) // what the agent is sent
 	fmt.Println("excludes", open[0].Pod)
-	upTo := &drain.UpTo{Revision: l.Told("a1"), State: drain.Idle, Proof: drain.Runtime}
+	upTo := &drain.UpTo{Revision: told, State: drain.Idle, Proof: drain.Runtime}
 	l.Report(now, now, "a1", session, upTo, nil)
 	s = l.Status(now, drain.AtHold, pod.UID)
 	fmt.Println(s.Phase, s.Reason)

@@ -31,9 +31,9 @@ func BenchmarkAHundredDrains(b *testing.B) {
 		l.Changed(AtHold)
 		released := 0
 		for _, id := range l.Affected() {
-			_, _, next := l.ChangesFor(id, sent[id])
+			_, _, told, next := l.ChangesFor(id, sent[id])
 			sent[id] = next
-			l.Report(now, now, id, sessions[id], &UpTo{Revision: l.Told(id), State: Idle, Proof: Runtime}, nil)
+			l.Report(now, now, id, sessions[id], &UpTo{Revision: told, State: Idle, Proof: Runtime}, nil)
 			for _, uid := range l.Changed(AtHold) {
 				if s := l.Status(now, AtHold, uid); s.Phase == Released && s.Reason == Acknowledged {
 					released++

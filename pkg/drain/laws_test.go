@@ -301,7 +301,11 @@ func (w *world) sayUpTo(r *rand.Rand, id AgentID, report Report) string {
 	if r.IntN(3) > 0 {
 		w.ChangesFor(id, uint64(r.IntN(2))*w.rev/2)
 	}
-	up := &UpTo{Revision: w.Told(id) - uint64(r.IntN(3)), State: report.State, Proof: report.Proof}
+	told := uint64(0)
+	if a := w.agents[id]; a != nil {
+		told = a.told
+	}
+	up := &UpTo{Revision: told - uint64(r.IntN(3)), State: report.State, Proof: report.Proof}
 	var but []Report
 	if r.IntN(2) == 0 {
 		report.State = State(r.IntN(5))

@@ -493,7 +493,7 @@ func TestSince(t *testing.T) {
 	w.ask(pod("b"), api)
 	w.ask(pod("c"), web, api)
 	show := func(id AgentID, rev uint64) (string, uint64) {
-		open, released, next := w.ChangesFor(id, rev)
+		open, released, _, next := w.ChangesFor(id, rev)
 		var text []string
 		for _, o := range open {
 			text = append(text, "+"+o.Pod.Name)
@@ -543,7 +543,7 @@ func TestTickForgetsTheOver(t *testing.T) {
 	w.pass(1)
 	w.Tick(w.now)
 	w.want(p, "Unknown")
-	if open, released, _ := w.ChangesFor("x", 0); open != nil || released != nil {
+	if open, released, _, _ := w.ChangesFor("x", 0); open != nil || released != nil {
 		t.Error("a forgotten drain is still told")
 	}
 }
@@ -688,7 +688,7 @@ func TestAWordOfAFormerDrainThatComesLateDoesNotCount(t *testing.T) {
 	p := pod("a")
 	w.join("one", web)
 	number := func() uint64 {
-		open, _, _ := w.ChangesFor("one", 0)
+		open, _, _, _ := w.ChangesFor("one", 0)
 		if len(open) != 1 || open[0].Number == 0 {
 			t.Fatalf("open drains %+v, want one with a number", open)
 		}

@@ -41,7 +41,7 @@ func (w *world) wantPhases(want string) {
 
 // told lists the pods that an agent is asked to exclude.
 func (w *world) told(id AgentID) string {
-	open, _, _ := w.ChangesFor(id, 0)
+	open, _, _, _ := w.ChangesFor(id, 0)
 	var names []string
 	for _, o := range open {
 		names = append(names, o.Pod.Name)
@@ -162,7 +162,7 @@ func TestQueuedDrainsEndLikeEveryOther(t *testing.T) {
 		w := setup(t)
 		w.GatePassed(w.now, AtHold, pod("b").UID)
 		w.wantPhases("a:Unrouting")
-		if _, released, _ := w.ChangesFor("one", 0); len(released) != 1 || !released[0].Terminating {
+		if _, released, _, _ := w.ChangesFor("one", 0); len(released) != 1 || !released[0].Terminating {
 			t.Errorf("released %v", released)
 		}
 		w.GatePassed(w.now, AtHold, pod("a").UID)

@@ -15,8 +15,7 @@ func TestWhatWasSaidBeforeADeclarationDoesNotAcknowledgeWhatItAdds(t *testing.T)
 	w.ask(p, api)
 	w.want(p, "Released NoAgents")
 	w.ask(q, web)
-	open, _, _ := w.ChangesFor("edge", 0)
-	read := w.Told("edge")
+	open, _, read, _ := w.ChangesFor("edge", 0)
 	if len(open) != 1 || open[0].Pod != q {
 		t.Fatalf("told %v", open)
 	}
@@ -26,8 +25,7 @@ func TestWhatWasSaidBeforeADeclarationDoesNotAcknowledgeWhatItAdds(t *testing.T)
 	}
 	w.want(p, "Unrouting edge:unknown")
 	// The stream's goroutine takes what it will write next: p and q.
-	open, _, _ = w.ChangesFor("edge", 0)
-	next := w.Told("edge")
+	open, _, next, _ := w.ChangesFor("edge", 0)
 	if len(open) != 2 {
 		t.Fatalf("told %v", open)
 	}
@@ -46,8 +44,7 @@ func TestASessionThatDeclaresMoreDoesNotAcknowledgeWhatItHasNotRead(t *testing.T
 	w.ask(p, api)
 	w.ask(q, web)
 	w.sessions["edge"] = w.Connect(w.now, "edge", Hello{Boot: "another"})
-	w.ChangesFor("edge", 0)
-	read := w.Told("edge")
+	_, _, read, _ := w.ChangesFor("edge", 0)
 	w.Declare("edge", w.sessions["edge"], "", routes(web, api))
 	w.ChangesFor("edge", 0)
 	w.Report(w.now, w.now, "edge", w.sessions["edge"], &UpTo{Revision: read, State: Idle, Proof: Runtime}, nil)
@@ -62,8 +59,7 @@ func TestWhatIsToldAgainWithALowerRevisionIsAcknowledged(t *testing.T) {
 	p, q := pod("p"), pod("q")
 	w.OpenBarrier(w.now, Barrier{Pod: p, By: "node", Services: []Service{web}, Since: w.now, Bound: 30 * time.Second})
 	w.ask(q, web)
-	_, _, rev := w.ChangesFor("edge", 0)
-	told := w.Told("edge")
+	_, _, told, rev := w.ChangesFor("edge", 0)
 	say := func(revision uint64) {
 		w.Report(w.now, w.now, "edge", w.sessions["edge"], &UpTo{Revision: revision, State: Idle, Proof: Runtime}, nil)
 	}
@@ -73,8 +69,7 @@ func TestWhatIsToldAgainWithALowerRevisionIsAcknowledged(t *testing.T) {
 	w.pass(10*time.Minute + time.Second)
 	w.Tick(w.now) // q is forgotten, p is not yet
 	w.Declare("edge", w.sessions["edge"], "", routes(web, api))
-	open, _, _ := w.ChangesFor("edge", 0)
-	again := w.Told("edge")
+	open, _, again, _ := w.ChangesFor("edge", 0)
 	t.Logf("told %v at %d, before at %d", open, again, told)
 	say(again)
 	if got := line(w.Status(w.now, AtBarrier, p.UID)); got != "Released Acknowledged" {

@@ -140,7 +140,7 @@ func (x *trace) do(words []string) (follows string) {
 	// AGENT acknowledges STATE [but STATE of POD] [late]: of all that it was told. Late: it had not
 	// read yet what it was told last.
 	case "acknowledges":
-		up := UpTo{Revision: r.Told(id), Proof: Runtime}
+		up := UpTo{Revision: r.agents[id].told, Proof: Runtime}
 		if rest[len(rest)-1] == "late" {
 			up.Revision = r.before[id]
 		}
@@ -241,8 +241,8 @@ func (x *trace) changes(name string, r *replica) (text string) {
 		text += x.line(name, "%s %s", s.Agent, how)
 	}
 	for _, id := range slices.Sorted(maps.Keys(r.sessions)) {
-		before := r.Told(id)
-		open, released, next := r.ChangesFor(id, r.told[id])
+		before := r.agents[id].told
+		open, released, _, next := r.ChangesFor(id, r.told[id])
 		if len(open) > 0 {
 			r.before[id] = before
 		}

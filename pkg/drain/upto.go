@@ -18,7 +18,7 @@ import (
 // UpTo is an agent's report about all drains that it was to exclude up to a revision, except those
 // that the same line reports on.
 type UpTo struct {
-	// Revision is what [Ledger.Told] returned with the last of them.
+	// Revision is what [Ledger.ChangesFor] returned as told with the last of them.
 	Revision uint64 `json:"revision"`
 	State    State  `json:"state"`
 	Proof    Proof  `json:"proof"`
