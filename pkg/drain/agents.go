@@ -31,8 +31,8 @@ type agent struct {
 	told    uint64
 	breaker breaker
 	entry
-	// former: some drain may have it in owed.former. concerned: it is in changes.concerned.
-	former, concerned bool
+	// former: some drain may have it in owed.former.
+	former bool
 }
 
 // life is what an agent offered when it connected last.
@@ -260,6 +260,7 @@ func (l *Ledger) forget(a *agent) {
 	if a.breaker.open {
 		l.total.Suspended--
 	}
+	l.concerned.unset(a.slot)
 	l.each(func(d *drain) { d.barrier.removedBy.unset(a.slot) })
 	delete(l.agents, a.ID)
 	l.slots[a.slot] = nil

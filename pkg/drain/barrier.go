@@ -409,7 +409,7 @@ func (l *Ledger) stated(now time.Time, d *drain, s Status) Status {
 // after the stop of its container ([Place]), the drain for that ends. It reports whether one did.
 func (l *Ledger) ReadyAgain(now time.Time, uid UID, ready time.Time) bool {
 	d := l.at(AtHold, uid)
-	if d == nil || !d.open || !d.restart || !ready.After(d.stopped) || d.inFlight > 0 {
+	if d == nil || !d.open || d.stopped.IsZero() || !ready.After(d.stopped) || d.inFlight > 0 {
 		return false
 	}
 	l.close(now, d, Abandoned)

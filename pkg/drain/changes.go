@@ -13,8 +13,8 @@ type changes struct {
 	rev uint64
 	// touched are the pods whose drains may have another status.
 	touched [gates]map[UID]bool
-	// concerned are the agents that must receive what changed immediately, each once.
-	concerned []*agent
+	// concerned are the slots of the agents that must receive what changed immediately.
+	concerned bits
 	// suspensions are those that began or ended.
 	suspensions []Suspension
 	// batch is the last batch, made how many batches there were, and telling what the next agent is
@@ -53,9 +53,9 @@ func (c *changes) touch(d *drain) {
 
 // concern records that there is something to send to a. See [Ledger.Affected].
 func (c *changes) concern(a *agent) {
-	if a.session != 0 && !a.concerned {
-		a.concerned = true
-		c.concerned = append(c.concerned, a)
+	if a.session != 0 {
+		c.concerned = c.concerned.grown(a.slot + 1)
+		c.concerned.set(a.slot)
 	}
 }
 
@@ -99,18 +99,11 @@ func (l *Ledger) Changed(gate Gate) []UID {
 // call of Affected. [Ledger.ChangesFor] returns it. Agents also receive the ends of drains that
 // they did not have to acknowledge, but are not woken for these.
 func (l *Ledger) Affected() []AgentID {
-	if len(l.concerned) == 0 {
-		return nil
-	}
-	ids := make([]AgentID, 0, len(l.concerned))
-	for _, a := range l.concerned {
-		a.concerned = false
-		if l.slots[a.slot] == a {
-			ids = append(ids, a.ID)
-		}
+	var ids []AgentID
+	for slot := range l.concerned.all() {
+		ids = append(ids, l.slots[slot].ID)
 	}
 	clear(l.concerned)
-	l.concerned = l.concerned[:0]
 	slices.Sort(ids)
 	return ids
 }

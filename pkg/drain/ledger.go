@@ -19,14 +19,11 @@ type Ledger struct {
 	subjects map[UID]*subject
 	// numbers counts the drains that were opened, see Open.Number.
 	numbers uint64
-	// sweptAt is when reports that are too old to count were last forgotten.
-	sweptAt time.Time
 	// reported and waiting are buffers for deriving a status: the reports of agents on a drain, by
 	// their slots, and the agents of Status.Waiting.
 	reported []*received
 	waiting  []*agent
-	// lines counts the calls of Report. reached is what the last one returned.
-	lines   uint64
+	// reached is what the last call of Report returned.
 	reached []Reached
 }
 
@@ -35,8 +32,6 @@ type Ledger struct {
 type subject struct {
 	drains   [gates]*drain
 	received [gates][]*received
-	// named is the number of the last line of reports that named it.
-	named uint64
 }
 
 // drain is of one pod at one gate.
@@ -58,15 +53,13 @@ type drain struct {
 	owed
 	progress
 	logged
-	// restart and stopped are as in Place.
-	restart bool
+	// stopped is as in Place. Zero: the drain is for a deletion.
 	stopped time.Time
 	// expired: the deadline has passed, and the agents that were silent then are recorded.
 	expired bool
-	// reason is why it is closed, since closedAt. checkedAt is when [Ledger.Tick] last named its
-	// pod.
-	reason              Reason
-	closedAt, checkedAt time.Time
+	// reason is why it is closed, since closedAt.
+	reason   Reason
+	closedAt time.Time
 }
 
 // calls are the API server's admission calls about a pod.
@@ -179,11 +172,16 @@ func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Sta
 	l.serve(d, services)
 	if place.Restart && d.open {
 		place.Is = d.place
+	}
+	switch {
+	case !place.Restart:
+		d.stopped = time.Time{}
+	case !d.open:
+		d.stopped = cmp.Or(place.Stopped, now)
+	case !d.stopped.IsZero():
 		d.stopped = later(d.stopped, place.Stopped)
 	}
-	d.restart = place.Restart && (d.restart || !d.open)
 	if !d.open {
-		d.stopped = cmp.Or(place.Stopped, now)
 		l.begin(now, d, now.Add(-d.spent))
 		d.queued = true
 		l.queued[d] = struct{}{}
@@ -311,7 +309,7 @@ func (l *Ledger) NotTerminating(now time.Time, uid UID) bool {
 		})
 		d.allowedAlive = append(d.allowedAlive, now)
 	}
-	if !d.restart {
+	if d.stopped.IsZero() {
 		d.spent = d.lastAnswer.Sub(d.since)
 	}
 	l.close(now, d, Abandoned)
@@ -349,27 +347,15 @@ func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 }
 
 // Tick records the strikes of drains that have reached their deadline, ends suspensions that are
-// older than Times.Memory, and unqueues drains. It forgets closed drains after Times.Memory,
-// reports after Times.Freshness, and agents that are neither listed nor connected after Times.Away.
-// It returns the pods whose drains no call has asked for lately: read each of them live and call
-// [Ledger.GatePassed] or [Ledger.NotTerminating]. A pod is returned again only after
-// Times.Heartbeat. overdue are the pods of barriers that are open beyond their deadline: they may
-// not exist any more.
+// older than Times.Memory, and unqueues drains. It forgets closed drains after Times.Memory, and
+// agents that are neither listed nor connected after Times.Away. It returns the pods whose drains
+// no call has asked for lately: read each of them live and call [Ledger.GatePassed] or
+// [Ledger.NotTerminating]. overdue are the pods of barriers that are open beyond their deadline:
+// they may not exist any more.
 func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
-	if now.Sub(l.sweptAt) >= l.times.Freshness {
-		l.sweptAt = now
-		for _, a := range l.agents {
-			if !a.listed && a.session == 0 && now.Sub(a.lostAt) >= l.times.Away {
-				l.forget(a)
-				continue
-			}
-			for g := range gates {
-				for of, r := range a.reports[g] {
-					if !l.fresh(now, r) {
-						l.dropReport(of, r)
-					}
-				}
-			}
+	for _, a := range l.agents {
+		if !a.listed && a.session == 0 && now.Sub(a.lostAt) >= l.times.Away {
+			l.forget(a)
 		}
 	}
 	l.readmit(now)
@@ -399,8 +385,7 @@ func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 			} else if over >= 0 {
 				overdue = append(overdue, d.pod)
 			}
-		case d.open && l.mayBeAbandoned(now, d) && now.Sub(d.checkedAt) >= l.times.Heartbeat:
-			d.checkedAt = now
+		case d.open && l.mayBeAbandoned(now, d):
 			look = append(look, d.pod)
 		case !d.open && now.Sub(d.closedAt) >= l.times.Memory:
 			l.log.Remove(d.element)
@@ -437,12 +422,9 @@ func (l *Ledger) Report(
 		return false, nil
 	}
 	a := l.agents[id]
-	l.lines, l.reached = l.lines+1, l.reached[:0]
+	l.reached = l.reached[:0]
 	for _, r := range reports {
 		of := l.subjects[r.UID]
-		if of != nil && r.Gate == AtHold {
-			of.named = l.lines
-		}
 		d := of.about(a, r)
 		if d == nil || !d.open || r.Number != d.number || !l.routes(a, d) {
 			continue // it was not asked, or about an earlier drain
@@ -477,7 +459,7 @@ func (l *Ledger) Report(
 		}
 	}
 	if upTo != nil {
-		news = l.takeUpTo(now, asOf, a, *upTo) || news
+		news = l.takeUpTo(now, asOf, a, *upTo, reports) || news
 	}
 	return news, l.reached
 }

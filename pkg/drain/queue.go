@@ -206,7 +206,7 @@ type Claim struct {
 func (l *Ledger) claims(now time.Time) []Claim {
 	claims := []Claim{}
 	l.each(func(d *drain) {
-		if d.open && d.gate == AtHold && !d.restart {
+		if d.open && d.gate == AtHold && d.stopped.IsZero() {
 			claims = append(claims, Claim{
 				Pod: d.pod, Services: slices.SortedFunc(maps.Keys(d.services), byService),
 				ElapsedMillis: now.Sub(d.since).Milliseconds(), Queued: d.queued,

@@ -81,9 +81,9 @@ func (a *agent) covered(revision uint64, f func(*drain)) {
 	}
 }
 
-// takeUpTo records up, after [Ledger.Report] has recorded the exceptions. One that is older than
-// the last one changes nothing. Like Report it returns whether anything was news.
-func (l *Ledger) takeUpTo(now, asOf time.Time, a *agent, up UpTo) (news bool) {
+// takeUpTo records up, after [Ledger.Report] has recorded reports, the exceptions. One that is older
+// than the last one changes nothing. Like Report it returns whether anything was news.
+func (l *Ledger) takeUpTo(now, asOf time.Time, a *agent, up UpTo, reports []Report) (news bool) {
 	is := &a.upTo
 	if asOf.Before(is.at) || up.Revision < a.revision {
 		return false
@@ -96,16 +96,20 @@ func (l *Ledger) takeUpTo(now, asOf time.Time, a *agent, up UpTo) (news bool) {
 		is.since = now
 	}
 	is.Report, is.by, is.at = r, a, asOf
+	named := map[UID]bool{}
+	for _, r := range reports {
+		named[r.UID] = named[r.UID] || r.Gate == AtHold
+	}
 	inTime := false
 	a.covered(up.Revision, func(d *drain) {
 		alone := a.reports[AtHold][d.of]
 		switch {
-		case alone == nil && d.of.named == l.lines:
+		case alone == nil && named[d.pod.UID]:
 			// Its report about this pod is of an earlier drain: nothing is known of this one.
 			d.upTo.unset(a.slot)
 			l.touch(d)
 			return
-		case d.of.named == l.lines || alone != nil && alone.at.After(asOf):
+		case named[d.pod.UID] || alone != nil && alone.at.After(asOf):
 			return
 		case alone != nil:
 			l.dropReport(d.of, alone)
