@@ -355,7 +355,7 @@ func (b *boss) serve(w http.ResponseWriter, r *http.Request) {
 		b.mu.Unlock()
 		send(wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{
 			Protocol: wire.Protocol, Features: wire.Features(), Holder: expiry, Session: 1,
-			HeartbeatMillis: 100, AwayMillis: 1000, ExpiryMillis: b.expiry.Milliseconds(), RenewalMillis: 500,
+			AwayMillis: 1000, ExpiryMillis: b.expiry.Milliseconds(), RenewalMillis: 500,
 		}})
 		sent, synced := 0, -1
 		for {

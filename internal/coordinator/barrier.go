@@ -277,7 +277,7 @@ func (b *Bar) Context(s PodContext) {
 // Answer returns the answer to the agent.
 func (b *Bar) Answer() wire.BarrierStatus {
 	s := b.Status
-	answer := wire.BarrierStatus{Phase: s.Phase.String(), Reason: s.Reason.String(), Waiting: names(s.Waiting),
+	answer := wire.BarrierStatus{Reason: s.Reason.String(), Waiting: names(s.Waiting),
 		Cut: s.Cut}
 	if !b.Restart {
 		answer.IdleBoundMillis = b.context.IdleBound.Milliseconds()

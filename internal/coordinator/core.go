@@ -646,8 +646,8 @@ func (c *Core) Append(lines []byte, now time.Time, s *Session, n News) []byte {
 	if n.First {
 		lines = c.Say(lines, now, wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{
 			Protocol: s.Protocol, Features: wire.Features(), Holder: c.self, Session: s.Number,
-			HeartbeatMillis: c.times.Heartbeat.Milliseconds(), AwayMillis: c.times.Away.Milliseconds(),
-			ExpiryMillis: c.times.Expiry.Milliseconds(), RenewalMillis: c.times.Renewal.Milliseconds(),
+			AwayMillis: c.times.Away.Milliseconds(), ExpiryMillis: c.times.Expiry.Milliseconds(),
+			RenewalMillis: c.times.Renewal.Milliseconds(),
 		}})
 	}
 	lines = wire.AppendShared(lines, c.clock(now), n.lines)

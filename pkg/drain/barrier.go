@@ -294,7 +294,7 @@ func (l *Ledger) opened(d *drain, observed bool) Open {
 	if observed {
 		o.Watch = &Watch{
 			Pod: d.pod, Since: d.since, Deadline: l.deadline(d), Number: d.number, Targets: d.barrier.targets,
-			Last: !d.barrier.last.IsZero(), Observe: d.barrier.observe,
+			Observe: d.barrier.observe,
 		}
 	}
 	return o

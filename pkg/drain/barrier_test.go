@@ -180,7 +180,7 @@ func (w *world) hears(id AgentID, rev uint64) (open []Open, next uint64, text st
 	open, released, _, next := w.ChangesFor(id, rev)
 	for _, o := range open {
 		if o.Watch != nil {
-			text += fmt.Sprintf("watch %s %v last=%t ", o.Watch.Pod.UID, o.Watch.Targets, o.Watch.Last)
+			text += fmt.Sprintf("watch %s %v ", o.Watch.Pod.UID, o.Watch.Targets)
 		} else {
 			text += fmt.Sprintf("drain %s ", o.Pod.UID)
 		}
@@ -222,7 +222,7 @@ func TestEachIsToldItsPart(t *testing.T) {
 	w.open(p, "node-1")
 	for id, want := range map[AgentID]string{
 		"edge": "drain uid-a", "prompt": "release uid-a dead",
-		"node-1": "watch uid-a [10.1.0.7:0] last=false release uid-a dead", old: "release uid-a dead",
+		"node-1": "watch uid-a [10.1.0.7:0] release uid-a dead", old: "release uid-a dead",
 	} {
 		var got string
 		if _, revs[id], got = w.hears(id, revs[id]); got != want {

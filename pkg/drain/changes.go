@@ -141,7 +141,7 @@ func (l *Ledger) ChangesFor(id AgentID, rev uint64) (open []Open, released []Rel
 		next = d.rev
 		t := telling{drain: d, open: d.open, number: d.number, since: d.since.UnixNano()}
 		if d.gate == AtBarrier && a.gateOf(d) == AtBarrier {
-			t.observed, t.deadline, t.last = true, l.deadline(d).UnixNano(), !d.barrier.last.IsZero()
+			t.observed, t.deadline = true, l.deadline(d).UnixNano()
 		}
 		if d.open && !d.queued && l.routes(a, d) ||
 			!d.open && a.mayKnow(d) && (d.gate == AtBarrier || !d.of.directs(a)) {
@@ -174,10 +174,10 @@ type batch struct {
 // telling is one item that an agent is sent: a drain that is open or not, and whether the agent
 // observes. The other fields are the parts of [Watch] and [Open] that may change.
 type telling struct {
-	drain                *drain
-	open, observed, last bool
-	number               uint64
-	since, deadline      int64 // in nanoseconds
+	drain           *drain
+	open, observed  bool
+	number          uint64
+	since, deadline int64 // in nanoseconds
 }
 
 // is reports whether the drain that was sent is still open.

@@ -25,7 +25,7 @@ type AgentReport struct {
 	Suspended bool
 }
 
-func (l *Ledger) agentReports(now time.Time, d *drain, most int) (words []AgentReport, owed int) {
+func (l *Ledger) agentReports(now time.Time, d *drain, most int) []AgentReport {
 	// Few of many are asked for. So those of each state are collected apart, up to that number.
 	var of [Idle + 1][]AgentReport
 	said := l.reportsOn(d)
@@ -33,7 +33,6 @@ func (l *Ledger) agentReports(now time.Time, d *drain, most int) (words []AgentR
 		if owes, _ := l.owes(now, a); !owes {
 			continue
 		}
-		owed++
 		r := said[a.slot]
 		state, _, _ := l.stateOf(now, r, d)
 		if state > Idle || len(of[state]) >= most {
@@ -49,19 +48,17 @@ func (l *Ledger) agentReports(now time.Time, d *drain, most int) (words []AgentR
 		}
 		of[state] = append(of[state], w)
 	}
-	words = slices.Concat(of[:]...)
-	return words[:min(len(words), most)], owed
+	words := slices.Concat(of[:]...)
+	return words[:min(len(words), most)]
 }
 
 // View is a drain with the agents' reports.
 type View struct {
 	Status
 	// Reports are those of the agents that must acknowledge it, the lowest state first: at most as
-	// many as were asked for, of Acknowledgers in all.
-	Reports       []AgentReport
-	Acknowledgers int
-	// By is the agent that asks for a barrier, on the pod's node; ByName its pod's namespace/name.
-	By     AgentID
+	// many as were asked for.
+	Reports []AgentReport
+	// ByName is namespace/name of the pod of the agent that asks for a barrier, on the pod's node.
 	ByName string
 	// Last: no other endpoint is ready, so that gateways may keep the pod at the barrier. LastHere:
 	// none is on its node.
@@ -81,11 +78,11 @@ func (l *Ledger) View(now time.Time, gate Gate, uid UID, most int) (v View, ok b
 	}
 	v.Status = l.status(now, d)
 	if d.open {
-		v.Reports, v.Acknowledgers = l.agentReports(now, d, most)
+		v.Reports = l.agentReports(now, d, most)
 	}
 	if b := d.barrier; gate == AtBarrier {
-		v.By, v.ByName, v.Last, v.LastHere, v.Sampled = b.by, string(b.by), !b.last.IsZero(), !b.lastHere.IsZero(),
-			b.sample != nil
+		v.ByName, v.Sampled = string(b.by), b.sample != nil
+		v.Last, v.LastHere = !b.last.IsZero(), !b.lastHere.IsZero()
 		if a := l.agents[b.by]; a != nil && a.Name != "" {
 			v.ByName = a.Name
 		}
@@ -134,9 +131,6 @@ type AgentInfo struct {
 	Namespaces []string
 	// Left: its gateway accepts no more traffic. Suspended: drains do not wait for it.
 	Left, Suspended bool
-	// Received is when the newest of its reports that still count was true. Zero: there is none,
-	// for example because nothing is drained.
-	Received time.Time
 }
 
 // Agent returns an agent. One that is not known has no ID.
@@ -159,12 +153,6 @@ func (a *agent) known() AgentInfo {
 	if !k.Connected {
 		k.Lost = a.lostAt
 	}
-	for g := range gates {
-		for _, r := range a.reports[g] {
-			k.Received = later(k.Received, r.at)
-		}
-	}
-	a.covered(a.revision, func(*drain) { k.Received = later(k.Received, a.upTo.at) })
 	return k
 }
 

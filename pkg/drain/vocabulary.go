@@ -331,9 +331,6 @@ type Watch struct {
 	Number uint64 `json:"number,omitempty"`
 	// Targets are the addresses of the pod. Port 0: every port of the address.
 	Targets []netip.AddrPort `json:"targets"`
-	// Last: no ready endpoint is left, so that gateways may keep sending to the pod. For display:
-	// the coordinator judges.
-	Last bool `json:"last"`
 	// Observe: the pod is in mode observe, and nothing waits. It may be deleted before the watch
 	// ends, and another pod have its address.
 	Observe bool `json:"observe,omitempty"`

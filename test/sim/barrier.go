@@ -428,7 +428,7 @@ func (h *hook) look() {
 	}
 	h.Look(h.a.now(), h.local.Reading())
 	if h.Over {
-		h.passed.reason = h.Outcome()
+		h.passed.reason = string(h.Outcome)
 		h.finish(h.passed)
 		return
 	}

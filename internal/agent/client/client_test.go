@@ -27,7 +27,7 @@ import (
 // is scripted, to do what the real one does seldom or not yet. Each test runs in a bubble of fake
 // time, which fails if a goroutine is left.
 
-const hello = `{"type":"hello","hello":{"protocol":1,"holder":{"replica":"r","epoch":"e"},"session":7,"heartbeatMillis":2000,"awayMillis":5000,"expiryMillis":60000,"renewalMillis":10000}}`
+const hello = `{"type":"hello","hello":{"protocol":1,"holder":{"replica":"r","epoch":"e"},"session":7,"awayMillis":5000,"expiryMillis":60000,"renewalMillis":10000}}`
 
 // script is a coordinator: each stream is served by stream or by upgraded, each post by the handler
 // of its path.

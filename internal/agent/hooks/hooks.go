@@ -382,7 +382,7 @@ func (s *Server) barrier(p nodepods.Pod) (outcome, string) {
 		w.Look(time.Now(), local.Reading())
 		switch {
 		case w.Over:
-			return w.outcome, w.detail
+			return w.Outcome, w.detail
 		case w.Ask != nil:
 			ask := *w.Ask
 			asking.Go(func() {

@@ -163,7 +163,7 @@ func TestHooksEnd(t *testing.T) {
 			before: func(n *testNode) {
 				n.ask = func(ctx context.Context, b wire.BarrierRequest) (wire.BarrierStatus, error) {
 					time.Sleep(700 * time.Millisecond)
-					return wire.BarrierStatus{Phase: "Released", Reason: "Acknowledged"}, nil
+					return wire.BarrierStatus{Reason: "Acknowledged"}, nil
 				}
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
@@ -557,7 +557,7 @@ func TestHooksComeFromTheNodeOrTheirPod(t *testing.T) {
 				n.liven = func() (nodepods.Pod, bool, error) { is, _ := nodepods.Read(p); return is, false, nil }
 				n.ask = func(_ context.Context, b wire.BarrierRequest) (wire.BarrierStatus, error) {
 					n.asked = append(n.asked, b)
-					return wire.BarrierStatus{Phase: "Released", Reason: "Acknowledged"}, nil
+					return wire.BarrierStatus{Reason: "Acknowledged"}, nil
 				}
 				if g := <-n.hookFrom("id-web", from); g.code != code || len(n.asked) != 0 && code != 200 {
 					t.Errorf("answered %d %s, and coordinators were asked %d times, want %d", g.code, g.text,
@@ -610,7 +610,7 @@ func TestADeletionWhileAContainerIsBeingStopped(t *testing.T) {
 			n.asked = append(n.asked, b)
 			if b.Terminating {
 				time.Sleep(5 * time.Second)
-				return wire.BarrierStatus{Phase: "Released", Reason: "Acknowledged"}, nil
+				return wire.BarrierStatus{Reason: "Acknowledged"}, nil
 			}
 			<-ctx.Done()
 			return wire.BarrierStatus{}, ctx.Err()

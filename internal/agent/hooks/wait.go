@@ -36,17 +36,17 @@ const (
 type Wait struct {
 	// Over: answer the hooks, with Outcome. Otherwise Wake is when to look again, unless the kernel
 	// or an answer changes something before.
-	Over bool
-	Wake time.Time
+	Over    bool
+	Outcome outcome
+	Wake    time.Time
 	// Ask is the request to send to a coordinator now, nil if there is none. The caller passes the
 	// answer to [Wait.Answered].
 	Ask *wire.BarrierRequest
 	// Count: count the connections again.
 	Count bool
 
-	pod     nodepods.Pod
-	outcome outcome
-	detail  string
+	pod    nodepods.Pod
+	detail string
 	// asked: a coordinator is being asked, or has answered. Otherwise one is to be asked at askAt.
 	asked bool
 	askAt time.Time
@@ -71,10 +71,7 @@ func NewWait(now time.Time, p nodepods.Pod) *Wait {
 	return w
 }
 
-// Outcome returns how the wait has ended.
-func (w *Wait) Outcome() string { return string(w.outcome) }
-
-func (w *Wait) end(why outcome, detail string) { w.Over, w.outcome, w.detail = true, why, detail }
+func (w *Wait) end(why outcome, detail string) { w.Over, w.Outcome, w.detail = true, why, detail }
 
 // Look records the state of the kernel. It changes nothing once the wait is over.
 func (w *Wait) Look(now time.Time, is gateway.Reading) {

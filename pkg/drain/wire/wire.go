@@ -6,9 +6,9 @@
 // [Upgrade], and keeps it open. After the answer 101 there is no HTTP around it: both sides write
 // JSON objects, one a line, in the manner of a Kubernetes watch. The coordinator writes first
 // [Hello], then every open drain that the agent may have to acknowledge, then a Message of type
-// Synced, then changes as they come, and a heartbeat whenever nothing else was sent for
-// [Hello.HeartbeatMillis]. The agent writes [Reports] on each change and at every renewal, one line
-// for any number of drains. A line that is refused ends the stream, with a Message of type Refused.
+// Synced, then changes as they come, and a heartbeat whenever nothing else was sent for 2 s. The
+// agent writes [Reports] on each change and at every renewal, one line for any number of drains. A
+// line that is refused ends the stream, with a Message of type Refused.
 //
 // All other messages of the agent are posts that name the session from Hello: [Declaration] once on
 // each session and on each change. A post that names another session than the agent's present one
@@ -239,10 +239,8 @@ type Hello struct {
 	Holder drain.Holder `json:"holder"`
 	// Session is the number that the agent names in every post.
 	Session uint64 `json:"session"`
-	// HeartbeatMillis is the longest time between two messages. AwayMillis is the silence after
-	// which the stream counts as lost.
-	HeartbeatMillis int64 `json:"heartbeatMillis"`
-	AwayMillis      int64 `json:"awayMillis"`
+	// AwayMillis is the silence after which the stream counts as lost.
+	AwayMillis int64 `json:"awayMillis"`
 	// ExpiryMillis is how long an exclusion stands after the last message of the stream.
 	// RenewalMillis is how often every report has to be repeated at least.
 	ExpiryMillis  int64 `json:"expiryMillis"`
@@ -311,8 +309,7 @@ type BarrierRequest struct {
 
 // BarrierStatus answers a BarrierRequest.
 type BarrierStatus struct {
-	// Phase and Reason are those of [drain.Phase] and [drain.Reason].
-	Phase  string `json:"phase"`
+	// Reason is a [drain.Reason].
 	Reason string `json:"reason"`
 	// Waiting names the agents that were still waited for, as namespace/name (state).
 	Waiting []string `json:"waiting"`

@@ -24,8 +24,7 @@ var golden = map[string][]any{
 	"stream.jsonl": {
 		&Message{Type: TypeHello, Hello: &Hello{
 			Protocol: 1, Features: []string{}, Holder: drain.Holder{Replica: "lameduck-webhook-0", Epoch: "e1"},
-			Session:         7,
-			HeartbeatMillis: 2000, AwayMillis: 5000, ExpiryMillis: 60000, RenewalMillis: 10000,
+			Session: 7, AwayMillis: 5000, ExpiryMillis: 60000, RenewalMillis: 10000,
 		}},
 		&Message{Type: TypeDrains, Drains: &Drains{Revision: 12, Since: since.Add(123456789),
 			Pods: []string{"3 0 4d1c shop web-1", "4 17 4d1d shop web-2"}}},

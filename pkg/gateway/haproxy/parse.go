@@ -24,9 +24,8 @@ const (
 
 // process is one line of "show proc".
 type process struct {
-	PID     int
-	Old     bool
-	Reloads int
+	PID int
+	Old bool
 }
 
 // processes is the answer to "show proc" without the times, which change by themselves.
@@ -82,11 +81,7 @@ func parseProcesses(s string) (processes, error) {
 				}
 			}
 		case "worker":
-			n, err := strconv.Atoi(f[2])
-			if err != nil {
-				return p, fmt.Errorf("line %d: reloads %q", i+1, f[2])
-			}
-			p.Workers = append(p.Workers, process{PID: pid, Old: section == "old workers", Reloads: n})
+			p.Workers = append(p.Workers, process{PID: pid, Old: section == "old workers"})
 		}
 	}
 	if p.Master == 0 {

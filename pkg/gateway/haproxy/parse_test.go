@@ -84,7 +84,7 @@ const (
 func TestParse(t *testing.T) {
 	procs, err := parseProcesses(realProc)
 	if diff := cmp.Diff(processes{Master: 8802, Reloads: "4 [failed: 1]",
-		Workers: []process{{PID: 24292}, {PID: 12721, Old: true, Reloads: 3}}}, procs); diff != "" || err != nil {
+		Workers: []process{{PID: 24292}, {PID: 12721, Old: true}}}, procs); diff != "" || err != nil {
 		t.Errorf("show proc: %v\n%s", err, diff)
 	}
 	servers, err := parseState(realState, "web")
