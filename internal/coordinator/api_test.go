@@ -28,10 +28,13 @@ type bench struct {
 	session uint64
 }
 
+// able is a replica that can decide on deletions.
+func able() error { return nil }
+
 func newBench() *bench {
 	b := &bench{Coordinator: New(drain.Holder{Replica: "replica-0", Epoch: "a"}, drain.DefaultTimes(), Options{
 		MaxHolds: 32, Pods: &lives{}, Authenticate: tokens{}, Log: quiet(),
-		Metrics: NewMetrics(prometheus.NewRegistry()),
+		Metrics: NewMetrics(prometheus.NewRegistry()), Able: able,
 	})}
 	s, _ := b.core.Connect(time.Now(), Identity{Agent: "one", Everywhere: true}, wire.Offer{}, wire.Protocol, func() {})
 	b.session = s.Number

@@ -89,7 +89,7 @@ type Options struct {
 	MaxBarriers int
 	// Claimant decides for witnesses whether a deletion may take capacity.
 	Claimant Claimant
-	// Able returns why this replica cannot decide on deletions now. Nil: it always can.
+	// Able returns why this replica cannot decide on deletions now, or nil.
 	Able func() error
 	// Shown returns what this replica contributes to the page of another one: its report of the
 	// mode observe, or its view. A nil result is answered with 404.
@@ -138,9 +138,6 @@ func New(self drain.Holder, times drain.Times, o Options) *Coordinator {
 		seen: newHistory(), stop: make(chan struct{}),
 	}
 	c.core = NewCore(now, self, times, &c.Options)
-	if c.Able == nil {
-		c.Able = func() error { return nil }
-	}
 	return c
 }
 

@@ -142,7 +142,8 @@ func (n *network) replica(host, epoch string, options ...func(*Options)) *replic
 	r := &replica{
 		t: n.t, host: host, registry: registry, lives: &lives{of: map[drain.UID]Life{}}, done: make(chan error, 1),
 	}
-	o := Options{MaxHolds: 32, Pods: r.lives, Authenticate: tokens{}, Log: quiet(), Metrics: NewMetrics(registry)}
+	o := Options{MaxHolds: 32, Pods: r.lives, Authenticate: tokens{}, Log: quiet(), Metrics: NewMetrics(registry),
+		Able: able}
 	for _, set := range options {
 		set(&o)
 	}

@@ -66,7 +66,7 @@ type Table struct {
 	Name    string
 	Started time.Time
 	// Able returns the reason why this replica cannot judge deletions now, or nil. While it cannot,
-	// any other replica comes before it. If Able itself is nil, it always can.
+	// any other replica comes before it.
 	Able func() error
 
 	mu    sync.Mutex
@@ -157,21 +157,19 @@ func (p *Peers) poll(ctx context.Context) time.Duration {
 }
 
 // Heed processes the result of a poll. Call it when each replica has answered or has timed out. It
-// calls polled, if that is not nil, with the last states of the replicas that answer, and with
-// whether to adopt their open drains. It returns the time until the next poll. A replica that
+// calls polled with the last states of the replicas that answer, and with whether to adopt their
+// open drains. It returns the time until the next poll. A replica that
 // starts adopts open drains until all ready replicas have answered. After that it adopts the drains
 // that other replicas open until it is ready itself, for at most twice [Settle].
 func (t *Table) Heed(now time.Time, polled func(told []wire.Replica, adopt bool)) (again time.Duration) {
-	up, able := now.Sub(t.Started), t.Able == nil || t.Able() == nil
+	up, able := now.Sub(t.Started), t.Able() == nil
 	silent := len(t.list(func(of *peer) bool { return of.Ready && (of.silent || !of.polled) }))
 	var told []wire.Replica
 	for _, of := range t.list(func(of *peer) bool { return !of.silent && of.polled }) {
 		told = append(told, of.state)
 	}
 	adopt := t.Known() != nil || !able && up < 2*Settle
-	if polled != nil {
-		polled(told, adopt)
-	}
+	polled(told, adopt)
 	if !adopt {
 		return pollEvery
 	}
@@ -255,7 +253,7 @@ func (t *Table) Sees() (name string, ok bool) {
 // is by ordinal and, because an ordinal has two pods during a replacement, by name. If this replica
 // cannot judge deletions, all others come before it.
 func (t *Table) Before() []Peer {
-	able := t.Able == nil || t.Able() == nil
+	able := t.Able() == nil
 	return peersOf(t.list(func(of *peer) bool {
 		first := of.Ordinal < t.Ordinal || of.Ordinal == t.Ordinal && of.Name < t.Name
 		return of.Ready && !of.silent && (first || !able)

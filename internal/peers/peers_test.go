@@ -51,6 +51,7 @@ func newReplica(t *testing.T) *replica {
 
 func witness(t *testing.T, self int, of ...*replica) *Peers {
 	p := New(self, "A", &http.Client{}, func() (string, error) { return "mine", nil }, slog.New(slog.DiscardHandler))
+	p.Able, p.Polled = func() error { return nil }, func([]wire.Replica, bool) {}
 	for i, r := range of {
 		p.Set(Peer{Ordinal: i, Name: string(rune('a' + i)), URL: r.URL, Ready: true})
 	}
@@ -192,7 +193,7 @@ func TestWhatOthersKnow(t *testing.T) {
 	if claims, known := open(); len(claims) != 1 || claims[0].ElapsedMillis != 12 || !known {
 		t.Errorf("%v, known %t", claims, known)
 	}
-	p.Polled = nil
+	p.Polled = func([]wire.Replica, bool) {}
 	if name, ok := p.Sees(); !ok || name != "a" {
 		t.Errorf("sees: %q, %t", name, ok)
 	}

@@ -19,7 +19,7 @@ type Readiness struct {
 	Synced      func() bool
 	Expecting   func() (expected, missing int)
 	Up          func() time.Duration
-	// Others are the other replicas. Nil: there are none.
+	// Others are the other replicas.
 	Others *Table
 
 	// settled: it has waited for its agents once. stopping: it is shutting down.
@@ -40,7 +40,7 @@ func (r *Readiness) Check() error {
 		return r.Certificate()
 	case !r.Synced():
 		return errors.New("the view of the cluster is not complete yet")
-	case r.Others != nil && r.Others.Known() != nil:
+	case r.Others.Known() != nil:
 		return r.Others.Known()
 	}
 	expected, missing := r.Expecting()
@@ -48,7 +48,7 @@ func (r *Readiness) Check() error {
 		return fmt.Errorf("%d of %d agents are not connected yet", missing, expected)
 	}
 	r.settled.Store(true)
-	if 2*missing > expected && r.Others != nil {
+	if 2*missing > expected {
 		if name, ok := r.Others.Sees(); ok {
 			return fmt.Errorf("%d of %d agents are not connected here, and replica %s has most of them", missing,
 				expected, name)

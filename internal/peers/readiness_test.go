@@ -15,7 +15,7 @@ func TestReadiness(t *testing.T) {
 	var missing int
 	var up time.Duration
 	cert := errors.New("there is no certificate yet")
-	others := &Table{}
+	others := &Table{Able: func() error { return nil }}
 	r := Readiness{
 		Certificate: func() error { return cert }, Synced: func() bool { return synced }, Others: others,
 		Expecting: func() (int, int) { return 5, missing }, Up: func() time.Duration { return up },
@@ -38,7 +38,7 @@ func TestReadiness(t *testing.T) {
 	check("caches that are cold for long", cold)
 	synced, missing, up = true, 2, Settle-1
 	check("before it knows what is open", "the open drains of the other replicas are not known yet")
-	others.Heed(time.Now(), nil)
+	others.Heed(time.Now(), func([]wire.Replica, bool) {})
 	check("agents missing", "2 of 5 agents are not connected yet")
 	up = Settle
 	check("agents missing for long", "")

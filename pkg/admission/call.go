@@ -89,9 +89,9 @@ func (h *Handler) call(ctx context.Context, began time.Time, q *request) *Call {
 	}
 	c.verdict = Decide(c.facts)
 	switch {
-	case c.verdict.Action == Drain && h.Others != nil:
+	case c.verdict.Action == Drain:
 		c.Next, c.Until = NextClaim, began.Add(time.Minute) // Claim bounds each question by itself
-	case c.verdict.Action == Drain || h.Others == nil || h.Others.Opener():
+	case h.Others.Opener():
 		c.judge(ctx, began)
 	default:
 		c.carryOut(began)
@@ -160,7 +160,7 @@ func (c *Call) carryOut(now time.Time) {
 	if v.Unroute && c.pod != nil {
 		c.h.Cluster.Ledger.Unroute(c.request())
 	}
-	if v.Reason == Observed && c.pod != nil && !c.facts.Cold && (c.h.Others == nil || c.h.Others.Opener()) {
+	if v.Reason == Observed && c.pod != nil && !c.facts.Cold && c.h.Others.Opener() {
 		c.h.Cluster.observe(now, c.facts, c.subject)
 	}
 	o := Outcome{Allowed: v.Action == Allow, Reason: string(v.Reason), Message: v.Message, Warn: v.Warn}
@@ -195,7 +195,7 @@ func (c *Call) Held(ctx context.Context, now time.Time, status drain.Status, wai
 	switch {
 	case err == nil && (status.Phase == drain.Released || status.Phase == drain.Closed):
 		c.answer(c.h.released(ctx, c.subject, status, now.Sub(status.Since)))
-	case errors.Is(err, coordinator.ErrStopping) && c.h.Others != nil && !c.h.Cluster.Ledger.ReliedOn(c.drainPod().UID):
+	case errors.Is(err, coordinator.ErrStopping) && !c.h.Cluster.Ledger.ReliedOn(c.drainPod().UID):
 		// A replica on which another one relies does not abstain: of two that stop, one answers.
 		c.Next, c.At, c.Until = NextAsk, now, now.Add(AbstainWithin)
 	case err != nil || !status.Waits() || !now.Before(c.End):

@@ -86,7 +86,7 @@ type Cluster struct {
 	Ledger Ledger
 	// Synced reports whether Reader and Slices know the cluster.
 	Synced func() bool
-	// Coverage may be nil: then gateways without an agent are not reported.
+	// Coverage reports gateways without an agent.
 	Coverage Coverage
 	// Excluded lists the namespaces whose pods never wait. Mode is that of pods where neither they
 	// nor their namespace say another. Empty: enforce.
@@ -390,9 +390,6 @@ func (c *Cluster) live(now time.Time, s *subject) (lastOf string) {
 // uncovered names the consumers that route a Service of the pod and are not waited for. A pod of
 // which a container has no hook has no barrier.
 func (c *Cluster) uncovered(ctx context.Context, s subject) ([]string, error) {
-	if c.Coverage == nil {
-		return nil, nil
-	}
 	services := make([]drain.Service, len(s.targets))
 	for i, t := range s.targets {
 		services[i] = t.Service

@@ -45,8 +45,7 @@ type Handler struct {
 	Metrics *Metrics
 	// Replica is the name of this one.
 	Replica string
-	// Others are the other replicas. Nil: there are none.
-	Others Others
+	Others  Others
 }
 
 // Others are the other replicas. Peers in internal/peers implements it.
@@ -82,7 +81,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	role := s.role
 	switch {
 	case role != "":
-	case h.Others != nil && !h.Others.Opener():
+	case !h.Others.Opener():
 		role = witness
 	default:
 		role = opener

@@ -29,6 +29,7 @@ import (
 	"github.com/lameduck-io/lameduck/test/pipenet"
 
 	agentclient "github.com/lameduck-io/lameduck/internal/agent/client"
+	"github.com/lameduck-io/lameduck/internal/agent/metrics"
 )
 
 // haproxy is an agent whose gateway stops routing to a pod within 100 ms, and keeps the last one.
@@ -192,7 +193,7 @@ func newReplicaSet(t *testing.T, n int) *replicaSet {
 		unrouted: r.unrouted}
 	agent.HTTP, agent.Log, agent.Exclusions = &http.Client{Transport: transport}, log, agent
 	agent.Token = func() (string, error) { return "t", nil }
-	agent.Boot, agent.Gateway = "1", "haproxy"
+	agent.Boot, agent.Gateway, agent.Observer = "1", "haproxy", metrics.NewClient(prometheus.NewRegistry())
 	agent.Routes = []drain.Route{{Service: drain.Service{Namespace: "shop", Name: "web"}, Via: drain.Endpoints,
 		Kind: drain.Directed, Granularity: drain.PerRequest}}
 	ctx, cancel := context.WithCancel(context.Background())

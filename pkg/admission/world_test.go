@@ -240,6 +240,11 @@ func (w *world) Event(pod *corev1.Pod, warning bool, reason, message string) {
 	w.events = append(w.events, happening{pod.Namespace + "/" + pod.Name, warning, reason, message})
 }
 
+// covered is a cluster whose gateways all have an agent.
+type covered struct{}
+
+func (covered) Uncovered(context.Context, []drain.Service, bool) ([]string, error) { return nil, nil }
+
 func runningPod(name string) *corev1.Pod {
 	return &corev1.Pod{
 		TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "Pod"},
@@ -275,9 +280,10 @@ func newWorld(t *testing.T) *world {
 	w.Handler = &Handler{
 		Cluster: &Cluster{
 			Reader: w.reader, Slices: w.slices, Ledger: w.ledger, Synced: func() bool { return !w.cold },
-			Excluded: []string{"kube-system", "lameduck"}, Started: time.Now().Add(-time.Hour),
+			Excluded: []string{"kube-system", "lameduck"}, Started: time.Now().Add(-time.Hour), Coverage: covered{},
 		},
 		Times: drain.DefaultTimes(), Events: w, Log: slog.New(slog.DiscardHandler), Metrics: NewMetrics(w.registry),
+		Others: &replicas{},
 	}
 	w.status(drain.Released, drain.Acknowledged, 0, true, nil)
 	return w

@@ -32,6 +32,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
 const (
@@ -206,9 +207,9 @@ func newBenchWebhook(busy bool) (*benchWebhook, error) {
 	handler := &admission.Handler{
 		Cluster: &admission.Cluster{
 			Reader: world, Slices: index, Ledger: coord, Synced: func() bool { return true },
-			Excluded: []string{"kube-system"}, Started: time.Now().Add(-time.Hour),
+			Excluded: []string{"kube-system"}, Started: time.Now().Add(-time.Hour), Coverage: world,
 		},
-		Times: times, Events: world, Log: log, Metrics: admission.NewMetrics(registry),
+		Times: times, Events: world, Log: log, Metrics: admission.NewMetrics(registry), Others: world,
 	}
 	server, err := newBenchServer(handler)
 	if err != nil {
@@ -323,6 +324,22 @@ func (c *benchCluster) add(pod *corev1.Pod) {
 
 // Event implements admission.Events.
 func (c *benchCluster) Event(*corev1.Pod, bool, string, string) {}
+
+// Uncovered implements admission.Coverage: each gateway has an agent.
+func (c *benchCluster) Uncovered(context.Context, []drain.Service, bool) ([]string, error) {
+	return nil, nil
+}
+
+// Opener implements admission.Others: there is no other replica.
+func (c *benchCluster) Opener() bool { return true }
+
+// Claim implements admission.Others.
+func (c *benchCluster) Claim(context.Context, wire.Claim) (claimed wire.Claimed, ok bool) {
+	return claimed, false
+}
+
+// Asked implements admission.Others.
+func (c *benchCluster) Asked(context.Context, drain.Pod, time.Duration) bool { return false }
 
 // Get implements client.Reader. Like the webhook's cache it copies no more than the outermost
 // struct.

@@ -50,11 +50,17 @@ func (c *coord) newHandler() *admission.Handler {
 			Reader: cache{c, false}, Live: cache{c, true}, Ledger: noted{c},
 			Slices: admission.Ahead{Slices: c.index, Reader: cache{c, false}, Synced: func() bool { return true },
 				Ledger: c, Now: func() time.Time { return c.now() }},
-			Synced: func() bool { return c.synced }, Started: c.now(),
+			Synced: func() bool { return c.synced }, Started: c.now(), Coverage: covered{},
 		},
 		Times: c.w.times, Log: c.w.logger(c.name), Others: asked{c.table},
 	}
 }
+
+// covered is a cluster whose gateways all have an agent.
+type covered struct{}
+
+// Uncovered implements [admission.Coverage].
+func (covered) Uncovered(context.Context, []drain.Service, bool) ([]string, error) { return nil, nil }
 
 // asked are the other replicas: [coord.walk] asks them.
 type asked struct{ *peers.Table }

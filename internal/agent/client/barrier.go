@@ -82,8 +82,6 @@ func (r *replica) exchangeJSON(ctx context.Context, path string, body, result an
 		return err
 	}
 	err = r.exchange(request, result)
-	if r.client.Observer != nil {
-		r.client.Observer.Posted(path, err)
-	}
+	r.client.Observer.Posted(path, err)
 	return err
 }

@@ -111,7 +111,7 @@ type Client struct {
 	// not known yet. It must not block. Without Health, no health is reported.
 	Health func() *wire.Summary
 	Log    *slog.Logger
-	// Observer may be nil.
+	// Observer counts what happens on the streams.
 	Observer Observer
 
 	// left: Leave was called.
@@ -381,10 +381,8 @@ func (r *replica) stream(ctx context.Context) error {
 	hello := session.Hello
 	away := time.Duration(hello.AwayMillis) * time.Millisecond
 	watchdog.Reset(away)
-	if r.client.Observer != nil {
-		r.client.Observer.Connected(r.address)
-		defer r.client.Observer.Disconnected(r.address)
-	}
+	r.client.Observer.Connected(r.address)
+	defer r.client.Observer.Disconnected(r.address)
 	r.client.Log.Info("stream to coordinator opened", "address", r.address, "holder", hello.Holder.String(),
 		"session", hello.Session)
 
@@ -417,9 +415,7 @@ func (r *replica) write(into io.Writer, lines []byte, lost context.CancelCauseFu
 	slow := time.AfterFunc(PostTimeout, func() { lost(errUnread) })
 	defer slow.Stop()
 	_, err := into.Write(lines)
-	if r.client.Observer != nil {
-		r.client.Observer.Posted(wire.ReportsPath, err)
-	}
+	r.client.Observer.Posted(wire.ReportsPath, err)
 	return err
 }
 

@@ -18,6 +18,9 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/lameduck-io/lameduck/internal/agent/metrics"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 	"github.com/lameduck-io/lameduck/test/pipenet"
@@ -281,6 +284,7 @@ func runWith(t *testing.T, set func(*Client), scripts ...*script) (*Client, *exc
 	c.Boot, c.Gateway, c.Exclusions, c.Log = "boot", "fake", s, slog.New(log)
 	c.Routes = []drain.Route{{Service: drain.Service{Namespace: "shop", Name: "web"}, Via: drain.Endpoints,
 		Kind: drain.Directed, Granularity: drain.PerRequest}}
+	c.Observer = metrics.NewClient(prometheus.NewRegistry())
 	c.Replicas(addresses(len(scripts)))
 	set(c)
 	ctx, cancel := context.WithCancel(t.Context())

@@ -45,9 +45,7 @@ func (r *replica) sendHealth(ctx context.Context, hello wire.Hello, into io.Writ
 			}
 			// A net.Conn does not interleave concurrent writes.
 			_, err := into.Write(wire.AppendHealth(nil, h))
-			if r.client.Observer != nil {
-				r.client.Observer.Posted(wire.HealthPath, err)
-			}
+			r.client.Observer.Posted(wire.HealthPath, err)
 			if err != nil {
 				return // and the stream ends, too
 			}

@@ -51,7 +51,7 @@ func newTestNode(t *testing.T) *testNode {
 		}
 		return n.liven()
 	}
-	n.Server = New(nodepods.New(nil, slog.New(slog.DiscardHandler)), k, live, nil, n.registry,
+	n.Server = New(nodepods.New(func(nodepods.Pod) {}, slog.New(slog.DiscardHandler)), k, live, nil, n.registry,
 		slog.New(slog.DiscardHandler))
 	n.unreachable()
 	return n

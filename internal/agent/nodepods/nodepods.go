@@ -112,8 +112,8 @@ type Pods struct {
 	changed chan struct{}
 }
 
-// New returns an empty set of pods. left, which may be nil, is called for each pod that has been
-// deleted, unless another pod on the node has its addresses.
+// New returns an empty set of pods. left is called for each pod that has been deleted, unless
+// another pod on the node has its addresses.
 func New(left func(Pod), log *slog.Logger) *Pods {
 	return &Pods{
 		left: left, log: log, byID: map[string]map[types.UID]Pod{}, owner: map[netip.Addr]map[types.UID]struct{}{},
@@ -195,7 +195,7 @@ func (n *Pods) Set(p *corev1.Pod, gone bool) {
 	close(n.changed)
 	n.changed = make(chan struct{})
 	n.mu.Unlock()
-	if free && n.left != nil {
+	if free {
 		n.left(former)
 	}
 }

@@ -18,12 +18,14 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	admissionv1 "k8s.io/api/admissionregistration/v1"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/lameduck-io/lameduck/internal/agent/client"
+	"github.com/lameduck-io/lameduck/internal/agent/metrics"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 	"github.com/lameduck-io/lameduck/test/e2e/harness"
@@ -223,6 +225,7 @@ func TestAnAgentNeedsTheRightToAskAtTheBarrier(t *testing.T) {
 		ServerName: "lameduck-agents." + stage.System + ".svc"}}}
 	c.Token = func() (string, error) { return token.Status.Token, nil }
 	c.Boot, c.Gateway, c.Log, c.Watches = "b1", "none", slog.New(slog.DiscardHandler), watchesNothing{}
+	c.Observer = metrics.NewClient(prometheus.NewRegistry())
 	c.Replicas([]string{"https://" + coordinators[0].Status.PodIP + ":9444"})
 	running := make(chan error, 1)
 	go func() { running <- c.Run(t.Context()) }()
