@@ -14,6 +14,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/util/cert"
 	"sigs.k8s.io/controller-runtime/pkg/certwatcher"
 
 	"github.com/lameduck-io/lameduck/internal/certs"
@@ -74,7 +75,7 @@ func newServingTLS(o options, kube kubernetes.Interface, metrics *admission.Metr
 		}
 	}
 	keeper := certs.New(made)
-	p.trusted = func() (*x509.CertPool, error) { return poolOf(keeper.Trusted()) }
+	p.trusted = func() (*x509.CertPool, error) { return cert.NewPoolFromBytes(keeper.Trusted()) }
 	if conf.Dir != "" {
 		watcher, err := certwatcher.New(filepath.Join(conf.Dir, "tls.crt"), filepath.Join(conf.Dir, "tls.key"))
 		if err != nil {
@@ -89,7 +90,7 @@ func newServingTLS(o options, kube kubernetes.Interface, metrics *admission.Metr
 			if err != nil {
 				return nil, err
 			}
-			return poolOf(text)
+			return cert.NewPoolFromBytes(text)
 		}
 		tasks = append(tasks, serve.Task{Name: "certificate", Run: watcher.Start})
 	} else {

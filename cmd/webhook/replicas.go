@@ -3,8 +3,6 @@ package main
 import (
 	"context"
 	"crypto/tls"
-	"crypto/x509"
-	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -66,7 +64,7 @@ func newReplicas(o options, who *identity.Kubernetes, certificates *servingTLS, 
 		DialTLSContext: func(ctx context.Context, network, address string) (net.Conn, error) {
 			roots, err := certificates.trusted()
 			if err != nil {
-				return nil, err
+				return nil, fmt.Errorf("CA of the coordinators' certificates: %w", err)
 			}
 			secure := tls.Dialer{NetDialer: dialer, Config: &tls.Config{
 				MinVersion: tls.VersionTLS12, RootCAs: roots, ServerName: "lameduck-agents." + o.namespace + ".svc",
@@ -103,13 +101,4 @@ func (r *replicas) gone(p *corev1.Pod) {
 		r.who.ExpectReplica(drain.AgentID(p.UID), false)
 		r.Remove(p.Name)
 	}
-}
-
-// poolOf returns the certificates in a PEM text. It fails if the text has none.
-func poolOf(pem []byte) (*x509.CertPool, error) {
-	pool := x509.NewCertPool()
-	if !pool.AppendCertsFromPEM(pem) {
-		return nil, errors.New("no CA of the coordinators' certificates is known yet")
-	}
-	return pool, nil
 }
