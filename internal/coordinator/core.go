@@ -332,25 +332,20 @@ func (c *Core) Claim(now time.Time, request Request) (status drain.Status, hold 
 }
 
 // Ahead returns how many of others have an open drain, and -1 if these are fewer than allowed or
-// the pod has one itself.
-func (c *Core) Ahead(pod drain.UID, others []drain.UID, allowed int) (ahead int) {
+// the pod has one itself. Then it claims, if claim is set.
+func (c *Core) Ahead(now time.Time, request Request, others []drain.UID, allowed int, claim bool) (ahead int) {
 	for _, uid := range others {
 		if c.Ledger.Pod(uid).Draining {
 			ahead++
 		}
 	}
-	if ahead < allowed || c.Ledger.Pod(pod).Draining {
-		return -1
+	if ahead >= allowed && !c.Ledger.Pod(request.Pod.UID).Draining {
+		return ahead
 	}
-	return ahead
-}
-
-// ClaimWithin is Ahead, and Claim where that is -1.
-func (c *Core) ClaimWithin(now time.Time, request Request, others []drain.UID, allowed int) (ahead int) {
-	if ahead = c.Ahead(request.Pod.UID, others, allowed); ahead < 0 {
+	if claim {
 		c.Claim(now, request)
 	}
-	return ahead
+	return -1
 }
 
 // Asked returns how long ago the API server last asked about the pod of claim, in milliseconds, and

@@ -70,13 +70,7 @@ func (c *Coordinator) Claim(request Request) (status drain.Status, hold bool) {
 }
 
 // Ahead is [Core.Ahead].
-func (c *Coordinator) Ahead(pod drain.UID, others []drain.UID, allowed int) (ahead int) {
-	c.locked(func() { ahead = c.core.Ahead(pod, others, allowed) })
-	return ahead
-}
-
-// ClaimWithin is [Core.ClaimWithin].
-func (c *Coordinator) ClaimWithin(request Request, others []drain.UID, allowed int) (ahead int) {
-	c.change(func() { ahead = c.core.ClaimWithin(time.Now(), request, others, allowed) })
+func (c *Coordinator) Ahead(request Request, others []drain.UID, allowed int, claim bool) (ahead int) {
+	c.change(func() { ahead = c.core.Ahead(time.Now(), request, others, allowed, claim) })
 	return ahead
 }

@@ -31,11 +31,9 @@ type room struct {
 // API server applies after the webhooks
 // (k8s.io/kubernetes/pkg/registry/core/pod/storage/eviction.go, 1.36). Other pods of the budget
 // that have an open drain count as disrupted, deletions included: the budget's controller has not
-// counted them yet. ahead is [Ledger.Ahead] or [Ledger.ClaimWithin]: it returns how many such pods
-// there are, or -1 if the budget allows one more. Only the opener calls it: see package peers.
-func (c *Cluster) budget(ctx context.Context, pod *corev1.Pod, ready bool,
-	ahead func(others []drain.UID, allowed int) int) (room, error) {
-	of, err := c.budgetsOf(ctx, pod)
+// counted them yet. claim is that of [Ledger.Ahead]. Only the opener calls it: see package peers.
+func (c *Cluster) budget(ctx context.Context, s *subject, ready, claim bool) (room, error) {
+	of, err := c.budgetsOf(ctx, s.pod)
 	switch {
 	case err != nil:
 		return room{}, err
@@ -60,11 +58,11 @@ func (c *Cluster) budget(ctx context.Context, pod *corev1.Pod, ready bool,
 	case b.Status.DisruptionsAllowed == 0:
 		return room{refusal: exhausted(b)}, nil
 	}
-	others, err := c.othersOf(ctx, pod, b)
+	others, err := c.othersOf(ctx, s.pod, b)
 	if err != nil {
 		return room{}, err
 	}
-	if ahead := ahead(others, int(b.Status.DisruptionsAllowed)); ahead >= 0 {
+	if ahead := c.Ledger.Ahead(s.request(), others, int(b.Status.DisruptionsAllowed), claim); ahead >= 0 {
 		return room{refusal: fmt.Sprintf("The disruption budget %s needs %d healthy pods and has %d currently of "+
 			"which %d are being drained",
 			b.Name, b.Status.DesiredHealthy, b.Status.CurrentHealthy, ahead)}, nil

@@ -147,7 +147,7 @@ func (c *Call) Claimed(ctx context.Context, now time.Time, claimed wire.Claimed,
 // judge decides the call, with the capacity of Services and budgets taken into account.
 func (c *Call) judge(ctx context.Context, now time.Time) {
 	var err error
-	if c.verdict, err = c.h.Cluster.judge(ctx, &c.facts, &c.subject); err != nil {
+	if c.verdict, err = c.h.Cluster.judge(ctx, &c.facts, &c.subject, true); err != nil {
 		c.answer(c.h.noFacts(c.q, err))
 		return
 	}

@@ -47,7 +47,7 @@ func (c *Cluster) Explain(ctx context.Context, now time.Time, operation Operatio
 	if s.pod == nil {
 		return Explanation{}, fmt.Errorf("%w: %s/%s", ErrNoPod, namespace, name)
 	}
-	verdict, err := aside.look(ctx, &facts, &s)
+	verdict, err := aside.judge(ctx, &facts, &s, false)
 	if err != nil {
 		return Explanation{}, err
 	}

@@ -42,11 +42,10 @@ type Ledger interface {
 	// to this one.
 	ReliedOn(uid drain.UID) bool
 	// Ahead returns how many of others have an open drain, and -1 if these are fewer than allowed
-	// or the pod has one itself.
-	Ahead(pod drain.UID, others []drain.UID, allowed int) int
-	// ClaimWithin is Ahead, and Claim where that is -1. No other drain is opened in between, so
-	// that of several simultaneous evictions only as many are allowed as the budget permits.
-	ClaimWithin(request coordinator.Request, others []drain.UID, allowed int) (ahead int)
+	// or the pod has one itself. Then it is Claim too, if claim is set. No other drain is opened in
+	// between, so that of several simultaneous evictions only as many are allowed as the budget
+	// permits.
+	Ahead(request coordinator.Request, others []drain.UID, allowed int, claim bool) int
 }
 
 // Standings looks up the state of a pod in the ledger.
@@ -173,32 +172,15 @@ func (c *Cluster) gather(ctx context.Context, now time.Time, q *request) (Facts,
 	return f, s, nil
 }
 
-// judge decides, for an eviction also by its budget. If the eviction takes a place in the budget,
-// its drain is open when judge returns.
-func (c *Cluster) judge(ctx context.Context, f *Facts, s *subject) (Verdict, error) {
-	return c.judgeBy(ctx, f, s, func(others []drain.UID, allowed int) int {
-		return c.Ledger.ClaimWithin(s.request(), others, allowed)
-	})
-}
-
-// look decides as judge does, and opens nothing.
-func (c *Cluster) look(ctx context.Context, f *Facts, s *subject) (Verdict, error) {
-	return c.judgeBy(ctx, f, s, nil)
-}
-
-// judgeBy is judge by what claim returns, or [Ledger.Ahead] if it is nil.
-func (c *Cluster) judgeBy(ctx context.Context, f *Facts, s *subject,
-	claim func(others []drain.UID, allowed int) int) (Verdict, error) {
+// judge decides, for an eviction also by its budget. If claim is set and the eviction takes a place
+// in the budget, its drain is open when judge returns.
+func (c *Cluster) judge(ctx context.Context, f *Facts, s *subject, claim bool) (Verdict, error) {
 	v := Decide(*f)
 	if f.Operation != Evict || v.Reason != Draining && v.Reason != CoolOff && v.Reason != LastTarget {
 		return v, nil
 	}
-	if v.Reason != Draining || claim == nil { // it is allowed without a drain, or refused
-		claim = func(others []drain.UID, allowed int) int {
-			return c.Ledger.Ahead(drain.UID(s.pod.UID), others, allowed)
-		}
-	}
-	room, err := c.budget(ctx, s.pod, f.NotReadyFor == 0, claim)
+	claim = claim && v.Reason == Draining // else it is allowed without a drain, or refused
+	room, err := c.budget(ctx, s, f.NotReadyFor == 0, claim)
 	if err != nil {
 		return v, err
 	}

@@ -31,7 +31,7 @@ func (w *world) gathered(q *request) Facts {
 	w.t.Helper()
 	f, s, err := w.Cluster.gather(w.t.Context(), time.Now(), q)
 	if err == nil {
-		_, err = w.Cluster.judge(w.t.Context(), &f, &s)
+		_, err = w.Cluster.judge(w.t.Context(), &f, &s, true)
 	}
 	if err != nil {
 		w.t.Fatal(err)
@@ -431,7 +431,7 @@ func TestEvictionsAtOneMomentShareTheRoom(t *testing.T) {
 	q := &request{operation: Evict, namespace: "shop", name: name}
 	f, s, err := w.Cluster.gather(t.Context(), time.Now(), q)
 	if err == nil {
-		_, err = w.Cluster.judge(t.Context(), &f, &s)
+		_, err = w.Cluster.judge(t.Context(), &f, &s, true)
 	}
 	if err != nil || f.Budget != "" {
 		t.Errorf("a retry: %+v, %v", f, err)
@@ -605,7 +605,7 @@ func TestGatherFails(t *testing.T) {
 		w.reader.broken = kind
 		f, s, err := w.Cluster.gather(t.Context(), time.Now(), w.evictA())
 		if err == nil {
-			_, err = w.Cluster.judge(t.Context(), &f, &s)
+			_, err = w.Cluster.judge(t.Context(), &f, &s, true)
 		}
 		if err == nil || !strings.Contains(err.Error(), fmt.Sprintf("the cache of %s is broken", kind)) {
 			t.Errorf("%s: %v", kind, err)

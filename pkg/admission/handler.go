@@ -139,7 +139,7 @@ func (h *Handler) ClaimAt(ctx context.Context, now time.Time, claim wire.Claim) 
 		return wire.Claimed{}
 	}
 	s.place.Elapsed = time.Duration(claim.ElapsedMillis) * time.Millisecond
-	v, err := h.Cluster.judge(ctx, &facts, &s)
+	v, err := h.Cluster.judge(ctx, &facts, &s, true)
 	switch {
 	case err != nil:
 		return wire.Claimed{}

@@ -172,33 +172,23 @@ func (l *ledger) CouldRoute(services []drain.Service) bool {
 	return slices.ContainsFunc(services, func(s drain.Service) bool { return slices.Contains(l.routed, s) })
 }
 
-func (l *ledger) Ahead(pod drain.UID, others []drain.UID, allowed int) (ahead int) {
+func (l *ledger) Ahead(r coordinator.Request, others []drain.UID, allowed int, claim bool) (ahead int) {
 	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.ahead(pod, others, allowed)
-}
-
-func (l *ledger) ahead(pod drain.UID, others []drain.UID, allowed int) (ahead int) {
 	for _, uid := range others {
 		if _, draining := l.draining[uid]; draining {
 			ahead++
 		}
 	}
-	if _, draining := l.draining[pod]; draining || ahead < allowed {
-		return -1
+	if _, draining := l.draining[r.Pod.UID]; draining || ahead < allowed {
+		ahead = -1
 	}
-	return ahead
-}
-
-func (l *ledger) ClaimWithin(r coordinator.Request, others []drain.UID, allowed int) (ahead int) {
-	l.mu.Lock()
-	if ahead = l.ahead(r.Pod.UID, others, allowed); ahead >= 0 {
-		l.mu.Unlock()
-		return ahead
+	if claim = claim && ahead < 0; claim {
+		l.draining[r.Pod.UID] = cmp.Or(l.draining[r.Pod.UID], time.Now())
 	}
-	l.draining[r.Pod.UID] = cmp.Or(l.draining[r.Pod.UID], time.Now())
 	l.mu.Unlock()
-	l.Claim(r)
+	if claim {
+		l.Claim(r)
+	}
 	return ahead
 }
 

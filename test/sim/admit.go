@@ -104,13 +104,8 @@ func (l noted) Claim(request coordinator.Request) (drain.Status, bool) {
 func (l noted) ReliedOn(uid drain.UID) bool { return l.core.ReliedOn(uid) }
 
 // Ahead implements [admission.Ledger].
-func (l noted) Ahead(pod drain.UID, others []drain.UID, allowed int) int {
-	return l.core.Ahead(pod, others, allowed)
-}
-
-// ClaimWithin implements [admission.Ledger].
-func (l noted) ClaimWithin(request coordinator.Request, others []drain.UID, allowed int) (ahead int) {
-	if ahead = l.core.Ahead(request.Pod.UID, others, allowed); ahead < 0 {
+func (l noted) Ahead(request coordinator.Request, others []drain.UID, allowed int, claim bool) (ahead int) {
+	if ahead = l.core.Ahead(l.now(), request, others, allowed, false); ahead < 0 && claim {
 		l.Claim(request)
 	}
 	return ahead

@@ -80,19 +80,9 @@ func Read(p *corev1.Pod) (n Pod, ok bool) {
 		n.Since = p.DeletionTimestamp.Add(-n.Allowed)
 	}
 	for _, ip := range p.Status.PodIPs {
-		addr, err := netip.ParseAddr(ip.IP)
-		if err != nil {
-			continue
-		}
-		if !p.Spec.HostNetwork {
+		// A pod that has the address of its node is given no barrier, but may be a copy of one.
+		if addr, err := netip.ParseAddr(ip.IP); err == nil && !p.Spec.HostNetwork {
 			n.Targets = append(n.Targets, netip.AddrPortFrom(addr, 0))
-			continue
-		}
-		// The address is the node's. Only the ports belong to the pod.
-		for _, c := range p.Spec.Containers {
-			for _, port := range c.Ports {
-				n.Targets = append(n.Targets, netip.AddrPortFrom(addr, uint16(port.ContainerPort)))
-			}
 		}
 	}
 	return n, true
@@ -280,11 +270,6 @@ func lean(p *corev1.Pod) *corev1.Pod {
 				slim.Annotations = map[string]string{}
 			}
 			slim.Annotations[key] = value
-		}
-	}
-	if p.Spec.HostNetwork {
-		for _, c := range p.Spec.Containers {
-			slim.Spec.Containers = append(slim.Spec.Containers, corev1.Container{Name: c.Name, Ports: c.Ports})
 		}
 	}
 	return slim
