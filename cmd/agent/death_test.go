@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/agent/client"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -42,7 +43,7 @@ func TestKilledAgentKeepsItsPromises(t *testing.T) {
 					w.reload()
 				}
 				w.live()
-				time.Sleep(learnTimeout + time.Second) // it gives up on coordinators
+				time.Sleep(client.LearnTimeout + time.Second) // it gives up on coordinators
 				w.api.up()
 				w.until("the agent is ready", w.ready)
 				time.Sleep(500 * time.Millisecond) // for what it might do wrong

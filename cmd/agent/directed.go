@@ -29,15 +29,10 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health/probe"
 )
 
-const (
-	// learnTimeout is how long the agent waits for the coordinators' open drains before it programs
-	// the gateway without them.
-	learnTimeout = 3 * time.Second
-	// servicesTimeout is how long a starting agent waits for the Services' annotations before it
-	// programs the gateway. Without annotations no target has a check, and targets that an earlier
-	// process had removed as unhealthy would be routed again.
-	servicesTimeout = time.Second
-)
+// servicesTimeout is how long a starting agent waits for the Services' annotations before it
+// programs the gateway. Without annotations no target has a check, and targets that an earlier
+// process had removed as unhealthy would be routed again.
+const servicesTimeout = time.Second
 
 // runDirected creates all parts of an agent that directs a gateway, each after the parts that it
 // depends on, and runs them until ctx is done.

@@ -6,11 +6,12 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/agent/client"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
 // starting delays the programming of the gateway until the agent knows which pods to exclude, or
-// until learnTimeout and servicesTimeout are over.
+// until [client.LearnTimeout] and servicesTimeout are over.
 type starting struct {
 	director *gateway.Director
 	// learned is closed when every coordinator has sent its open drains. Nil: there is no
@@ -18,7 +19,7 @@ type starting struct {
 	learned <-chan struct{}
 	// checks is closed when the health checks of all Services are known.
 	checks <-chan struct{}
-	// unlearned counts a start at which learnTimeout was over before learned was closed.
+	// unlearned counts a start at which [client.LearnTimeout] was over before learned was closed.
 	unlearned func()
 	log       *slog.Logger
 
@@ -28,12 +29,12 @@ type starting struct {
 func (s *starting) run(ctx context.Context) error {
 	switch {
 	case s.learned == nil:
-	case waitFor(ctx, s.learned, learnTimeout):
+	case waitFor(ctx, s.learned, client.LearnTimeout):
 		s.log.Info("open drains are known: programming the gateway")
 	case ctx.Err() == nil:
 		s.unlearned()
 		s.log.Warn("programming the gateway without knowing which drains are open: no answer from every coordinator",
-			"waited", learnTimeout.String())
+			"waited", client.LearnTimeout.String())
 	}
 	s.learnt.Store(true)
 	waitFor(ctx, s.checks, servicesTimeout)

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/config"
+	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/internal/keys"
@@ -169,9 +170,9 @@ func defaults() configuration {
 			Webhook: d(t.Webhook), Hold: d(t.Hold), Deadline: d(t.Deadline), IdleBound: d(t.IdleBound),
 			ShutdownDelay: d(5 * time.Second),
 		},
-		Holds: holds{Most: 64, PerOwner: 8},
+		Holds: holds{Most: coordinator.DefaultHolds, PerOwner: coordinator.DefaultHoldsPerOwner},
 		Barrier: barrier{
-			Bound: d(30 * time.Second), Port: 9447, Image: "lameduck/lameduck-wait:dev", ImagePullSecrets: []string{},
+			Bound: d(keys.DefaultBound), Port: 9447, Image: "lameduck/lameduck-wait:dev", ImagePullSecrets: []string{},
 			Ask: drain.ScopeAuto, Sampling: sampling{s.AllUpTo, s.Size, s.Learn},
 		},
 		Gateways:           []coverage.Gateway{},

@@ -28,6 +28,9 @@ const (
 	// LookTimeout bounds the live read of one pod, maxLookups the number of reads in one tick.
 	LookTimeout = 5 * time.Second
 	maxLookups  = 50
+	// DefaultHolds and DefaultHoldsPerOwner are the usual bounds of waiting calls.
+	DefaultHolds         = 64
+	DefaultHoldsPerOwner = 8
 	// maxLockHeld and maxTickGap are how long [Coordinator.Live] waits for the lock, and for the
 	// last tick.
 	maxLockHeld = time.Second

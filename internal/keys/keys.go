@@ -2,7 +2,10 @@
 // pods and namespaces, and the path of the preStop hook.
 package keys
 
-import "slices"
+import (
+	"slices"
+	"time"
+)
 
 // Mode is the label of a namespace, or of a pod, that says what Lameduck does with its deletions.
 const Mode = "lameduck.io/mode"
@@ -41,6 +44,8 @@ const (
 	BarrierID = "lameduck.io/barrier-id"
 	// BarrierBound is the annotation with the longest wait of the hook, a duration.
 	BarrierBound = "lameduck.io/barrier-bound"
+	// DefaultBound is the bound where neither a file nor an annotation states one.
+	DefaultBound = 30 * time.Second
 	// BarrierGrace is the annotation with the grace period that the pod had before the bound was
 	// added, in seconds.
 	BarrierGrace = "lameduck.io/barrier-grace"

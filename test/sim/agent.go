@@ -13,6 +13,7 @@ import (
 	discovery "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/lameduck-io/lameduck/internal/agent/client"
 	"github.com/lameduck-io/lameduck/internal/agent/exclusion"
 	"github.com/lameduck-io/lameduck/internal/agent/journal"
 	"github.com/lameduck-io/lameduck/internal/agent/metrics"
@@ -22,11 +23,6 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
-)
-
-const (
-	// learnMost is that of cmd/agent: how long its gateway waits for what coordinators know.
-	learnMost = 3 * time.Second
 )
 
 // agent is one agent: the set, the exclusions and their journal, the steps of the director, the
@@ -165,7 +161,7 @@ func (a *agent) start() {
 		a.links = append(a.links, l)
 		w.after(&a.proc, w.between(time.Millisecond, 50*time.Millisecond), l.connect)
 	}
-	w.after(&a.proc, learnMost, func() {
+	w.after(&a.proc, client.LearnTimeout, func() {
 		if !a.learned {
 			a.unlearned = true
 			a.log("programs its gateway without having learned")

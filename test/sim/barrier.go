@@ -11,17 +11,14 @@ import (
 	"github.com/lameduck-io/lameduck/internal/agent/nodepods"
 	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/endpoints"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
-const (
-	// hookBound is what pods have annotated, and kubeletMost when the kubelet goes on whatever
-	// the hook does.
-	hookBound   = 30 * time.Second
-	kubeletMost = 40 * time.Second
-)
+// kubeletMost is when the kubelet goes on whatever the hook does.
+const kubeletMost = 40 * time.Second
 
 // sampling is that of clusters of a few nodes.
 var sampling = drain.Sampling{AllUpTo: 2, Size: 2, Learn: 5}
@@ -401,13 +398,13 @@ func (a *agent) wait(p *pod, run int) {
 	}
 	h := &hook{p: p, a: a, run: run, began: p.committed, local: a.kernel.Watch(p.targets(), nil),
 		Wait: hooks.NewWait(a.now(), nodepods.Pod{
-			Pod: p.drainPod(), Bound: hookBound, Allowed: kubeletMost, Since: epoch.Add(p.committed),
+			Pod: p.drainPod(), Bound: keys.DefaultBound, Allowed: kubeletMost, Since: epoch.Add(p.committed),
 			Seen:    a.now().Add(p.committed - w.at),
 			Targets: p.targets(),
 		})}
 	a.hooks = append(a.hooks, h)
 	life := a.life
-	w.after(nil, max(0, p.committed+hookBound-w.at)+50*time.Millisecond, func() {
+	w.after(nil, max(0, p.committed+keys.DefaultBound-w.at)+50*time.Millisecond, func() {
 		if !h.done && a.up && a.life == life && a.frozen <= w.at {
 			w.fail(checkHook, "the hook of %s is not answered by %s when its bound is over", p.uid, a.name)
 		}

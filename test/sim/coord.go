@@ -15,12 +15,6 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
-const (
-	// maxHolds and ownerHolds are how a replica is configured.
-	maxHolds   = 64
-	ownerHolds = 8
-)
-
 // coord is one replica: the steps of package coordinator and package peers, on virtual time, and
 // what package admission and cmd/webhook do with them.
 type coord struct {
@@ -158,7 +152,8 @@ func (c *coord) start() {
 	c.setListed(false)
 	c.started = w.at
 	c.core = coordinator.NewCore(c.now(), drain.Holder{Replica: c.name, Epoch: fmt.Sprint(c.epoch)}, w.times,
-		&coordinator.Options{MaxHolds: maxHolds, MaxHoldsPerOwner: w.ownerHolds, Scope: w.scope, Sampling: sampling})
+		&coordinator.Options{MaxHolds: coordinator.DefaultHolds, MaxHoldsPerOwner: w.ownerHolds, Scope: w.scope,
+			Sampling: sampling})
 	c.ledger = c.core.Ledger
 	c.meetPeers()
 	c.pods, c.ended, c.roster = map[drain.UID]podView{}, map[drain.UID]bool{}, nil

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -74,7 +75,7 @@ func (w *world) build() {
 		w.kinds[k] = w.chance(350)
 	}
 	w.checked, w.noise = w.chance(300), w.rng.IntN(100)
-	w.ownerHolds = ownerHolds
+	w.ownerHolds = coordinator.DefaultHoldsPerOwner
 	if w.chance(200) {
 		w.ownerHolds = 1 + w.rng.IntN(2)
 	}

@@ -39,6 +39,9 @@ import (
 const (
 	// PostTimeout bounds a declaration, Leave, and the write of a batch of reports.
 	PostTimeout = 5 * time.Second
+	// LearnTimeout bounds the wait for [Client.Learned]: after it an agent programs its gateway
+	// without the open drains.
+	LearnTimeout = 3 * time.Second
 	// helloTimeout bounds the wait for the first message of a stream.
 	helloTimeout = 5 * time.Second
 	pauseFirst   = 100 * time.Millisecond

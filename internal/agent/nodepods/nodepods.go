@@ -28,9 +28,6 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// boundDefault is the bound of a pod that states none.
-const boundDefault = 30 * time.Second
-
 // MaxBound is the longest bound that a pod may have.
 const MaxBound = 10 * time.Minute
 
@@ -61,7 +58,7 @@ func (p Pod) Deadline() time.Time {
 func Read(p *corev1.Pod) (n Pod, ok bool) {
 	n = Pod{
 		Pod: drain.Pod{Namespace: p.Namespace, Name: p.Name, UID: drain.UID(p.UID)},
-		ID:  p.Annotations[keys.BarrierID], Bound: boundDefault,
+		ID:  p.Annotations[keys.BarrierID], Bound: keys.DefaultBound,
 	}
 	if n.ID == "" {
 		return n, false
