@@ -81,8 +81,8 @@ func (a *agent) covered(revision uint64, f func(*drain)) {
 	}
 }
 
-// takeUpTo records up, after [Ledger.Report] has recorded reports, the exceptions. One that is older
-// than the last one changes nothing. Like Report it returns whether anything was news.
+// takeUpTo records up, after [Ledger.Report] has recorded reports, the exceptions. One that is
+// older than the last one changes nothing. Like Report it returns whether anything was news.
 func (l *Ledger) takeUpTo(now, asOf time.Time, a *agent, up UpTo, reports []Report) (news bool) {
 	is := &a.upTo
 	if asOf.Before(is.at) || up.Revision < a.revision {
