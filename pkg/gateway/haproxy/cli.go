@@ -1,6 +1,7 @@
 package haproxy
 
 import (
+	"bufio"
 	"context"
 	"errors"
 	"io"
@@ -19,6 +20,8 @@ const (
 	maxCommand = 8192
 	// maxAnswer bounds one answer, in bytes. A longer one is an error.
 	maxAnswer = 64 << 20
+	// noWorker begins the master's answer for a worker that has ended.
+	noWorker = "Can't find the target PID"
 )
 
 // cli sends commands to the master socket, each on a new connection. The master passes one command
@@ -76,7 +79,12 @@ func (c *cli) do(ctx context.Context, pid int, command string) (string, error) {
 	if err := conn.(*net.UnixConn).CloseWrite(); err != nil {
 		return fail(socketKind(err), "", err)
 	}
-	b, err := io.ReadAll(io.LimitReader(conn, maxAnswer+1))
+	r := bufio.NewReader(io.LimitReader(conn, maxAnswer+1))
+	// After this answer HAProxy 2.8 leaves the connection open if it wrote before we half-closed.
+	if begin, _ := r.Peek(len(noWorker)); string(begin) == noWorker {
+		return fail(kindGone, noWorker, nil)
+	}
+	b, err := io.ReadAll(r)
 	if err != nil {
 		return fail(socketKind(err), string(b), err)
 	}

@@ -127,7 +127,7 @@ var refusals = []struct {
 	{"Only servers in maintenance mode can be deleted", kindNotMaintenance},
 	{"This server cannot be removed at runtime", kindReferenced},
 	{"Proxy is disabled", kindStopping},
-	{"Can't find the target PID", kindGone},
+	{noWorker, kindGone},
 	{"Can't connect to the target CLI", kindGone},
 	{"unknown keyword", kindRefused},
 	{"character '", kindRefused},

@@ -1,6 +1,7 @@
 package haproxy
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"net"
@@ -34,10 +35,11 @@ type proxy struct {
 	exited chan struct{}
 }
 
-// newProxy writes the user's file, with extra sections, and does not start HAProxy.
+// newProxy writes the user's file, with extra sections, and does not start HAProxy. HAPROXY in the
+// environment is the program's name.
 func newProxy(t testing.TB, userFile string, backends ...Backend) *proxy {
 	t.Helper()
-	path := gatewaytest.LookPath(t, "haproxy")
+	path := gatewaytest.LookPath(t, cmp.Or(os.Getenv("HAPROXY"), "haproxy"))
 	dir, err := os.MkdirTemp("", "ld") // t.TempDir is too long for a unix socket's address
 	if err != nil {
 		t.Fatal(err)
