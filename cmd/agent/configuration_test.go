@@ -9,11 +9,18 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lameduck-io/lameduck/internal/cli"
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/gateway/haproxy"
+	"github.com/lameduck-io/lameduck/pkg/gateway/kubeproxy"
 	"github.com/lameduck-io/lameduck/test/configtest"
 )
 
 func TestTheSchemaSaysWhatTheTypesSay(t *testing.T) {
-	configtest.Check(t, file{}, kind, "../../schemas/agent.json")
+	var f file
+	for _, kind := range []gateway.Kind{&haproxy.Config{}, &kubeproxy.Config{}} {
+		f.complete(kind)
+	}
+	configtest.Check(t, f, kind, "../../schemas/agent.json")
 }
 
 // What is printed is a file, and gives the same again. It need not be one that the agent can run

@@ -37,7 +37,7 @@ type configuration struct {
 	Gateways []coverage.Gateway `json:"gateways"`
 	// Mode is the mode of namespaces without the label lameduck.io/mode: enforce or observe. Hooks
 	// are added only where a label is enforce.
-	Mode string `json:"mode"`
+	Mode string `json:"mode" jsonschema:"enum=enforce,enum=observe"`
 	// ExcludedNamespaces are namespaces whose pods never wait, in addition to the coordinators'
 	// own. Exclude them in the webhook configuration as well, so that the API server does not ask
 	// about them.
@@ -84,10 +84,10 @@ type times struct {
 // holds are bounds within one replica.
 type holds struct {
 	// Most is how many calls may wait simultaneously. Further calls get a denial with a retry.
-	Most int `json:"most"`
+	Most int `json:"most" jsonschema:"minimum=1"`
 	// PerOwner is how many of these may be for pods of one owner, such as a ReplicaSet, so that one
 	// rollout cannot use all holds.
-	PerOwner int `json:"perOwner"`
+	PerOwner int `json:"perOwner" jsonschema:"minimum=1"`
 }
 
 // barrier configures the hook that new pods get, and which agents must acknowledge at the barrier.
@@ -96,9 +96,9 @@ type barrier struct {
 	// period grows by it.
 	Bound config.Duration `json:"bound"`
 	// Port is the port of the node agents, on the loopback address and on the node's address.
-	Port int `json:"port"`
+	Port int `json:"port" jsonschema:"minimum=1,maximum=65535"`
 	// Image is a container image that contains /lameduck-wait, for pods whose hook cannot be an
-	// httpGet.
+	// httpGet. Its user must be a number other than 0.
 	Image string `json:"image"`
 	// ImagePullSecrets are names of Secrets to pull that image with. They must be in each namespace
 	// with such pods.
@@ -106,7 +106,7 @@ type barrier struct {
 	// Ask selects the node agents that are asked: all, quorum, local (only the pod's own node), or
 	// auto. quorum asks a sample, and waits for the other agents by the times that agents were seen
 	// to take. auto asks all agents up to sampling.allUpTo of them, and above that a sample.
-	Ask drain.Scope `json:"ask"`
+	Ask drain.Scope `json:"ask" jsonschema:"enum=auto,enum=all,enum=quorum,enum=local"`
 	// Sampling configures the samples of auto and quorum.
 	Sampling sampling `json:"sampling"`
 	// ExecOnly: never use a hook of kind httpGet. Set it in clusters that enforce Pod Security by
@@ -116,13 +116,13 @@ type barrier struct {
 
 type sampling struct {
 	// AllUpTo is the largest number of node agents for which auto asks all of them.
-	AllUpTo int `json:"allUpTo"`
+	AllUpTo int `json:"allUpTo" jsonschema:"minimum=1"`
 	// Size is how many agents a sample has. The agent of the pod's own node is one of these, or is
 	// asked in addition.
-	Size int `json:"size"`
+	Size int `json:"size" jsonschema:"minimum=1"`
 	// LearnFrom is how many times a replica must have measured before it can estimate how long
 	// agents take that it does not ask. Until then it asks all.
-	LearnFrom int `json:"learnFrom"`
+	LearnFrom int `json:"learnFrom" jsonschema:"minimum=1,maximum=9000"`
 }
 
 // credentials configure the source of the certificate and of the secret.

@@ -12,12 +12,13 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/invopop/jsonschema"
 
 	"github.com/lameduck-io/lameduck/test/configtest"
 )
 
 func TestTheSchemaSaysWhatTheTypesSay(t *testing.T) {
-	configtest.Check(t, configuration{}, kind, "../../schemas/coordinator.json")
+	configtest.Check(t, defaults(), kind, "../../schemas/coordinator.json")
 }
 
 // Helm refuses in the chart's values what the coordinator would refuse in its file.
@@ -47,39 +48,27 @@ func TestTheChartsSchemaIsTheCoordinators(t *testing.T) {
 		t.Error(diff)
 	}
 	// The value config has each key of the file that neither the chart nor another value decides.
-	type schema struct{ Properties map[string]schema }
-	keys := func(path string, of func(schema) schema) (all []string) {
-		t.Helper()
-		var root schema
-		content, err := os.ReadFile(path)
-		if err == nil {
-			err = json.Unmarshal(content, &root)
+	config := configtest.Schema(t, defaults(), kind)
+	config.Version, config.Title, config.Required, config.Description = "", "", nil, ""
+	for _, path := range []string{"apiVersion", "kind", "excludedNamespaces", "addresses.admission", "addresses.agents",
+		"addresses.metrics", "addresses.probes", "certificates.dir", "certificates.admissionSecretFile",
+		"certificates.secret", "certificates.configMap", "certificates.webhookConfiguration"} {
+		of, key := config, path
+		if under, inner, found := strings.Cut(path, "."); found {
+			of, _ = config.Properties.Get(under)
+			key = inner
 		}
-		if err != nil {
-			t.Fatal(err)
+		if _, found := of.Properties.Delete(key); !found {
+			t.Errorf("the coordinator's file has no %s", path)
 		}
-		var walk func(under string, s schema)
-		walk = func(under string, s schema) {
-			for key, inner := range s.Properties {
-				all = append(all, under+key)
-				walk(under+key+".", inner)
-			}
-		}
-		walk("", of(root))
-		slices.Sort(all)
-		return all
 	}
-	want := slices.DeleteFunc(keys("../../schemas/coordinator.json", func(s schema) schema { return s }),
-		func(key string) bool {
-			return slices.Contains([]string{"apiVersion", "kind", "excludedNamespaces", "addresses.admission",
-				"addresses.agents", "addresses.metrics", "addresses.probes", "certificates.dir",
-				"certificates.admissionSecretFile", "certificates.secret", "certificates.configMap",
-				"certificates.webhookConfiguration"}, key)
-		})
-	if diff := cmp.Diff(want, keys("../../charts/lameduck/values.schema.json",
-		func(s schema) schema { return s.Properties["config"] })); diff != "" {
-		t.Errorf("the coordinator's file (-) and the value config (+): %s", diff)
+	config.Properties.Set("gateways", &jsonschema.Schema{Ref: "#/properties/gateways"})
+	barrier, _ := config.Properties.Get("barrier")
+	for _, key := range []string{"image", "imagePullSecrets"} { // other values are their defaults
+		property, _ := barrier.Properties.Get(key)
+		property.Default = nil
 	}
+	configtest.CheckProperty(t, config, "config", "../../charts/lameduck/values.schema.json")
 }
 
 const head = "apiVersion: lameduck.io/v1alpha1\nkind: CoordinatorConfiguration\n"

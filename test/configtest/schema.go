@@ -13,6 +13,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 
@@ -21,10 +22,54 @@ import (
 	"github.com/lameduck-io/lameduck/internal/config"
 )
 
-// Check compares the schema of value with the committed one, file, and fails if they differ or if a
-// key has no comment: that of the field, or of the struct that it points to. With UPDATE=1 in the
-// environment it writes the file instead.
+// Check compares the schema of the type of value with the committed one, file. value has the
+// defaults: keys that it leaves out have none. With UPDATE=1 in the environment it writes the file
+// instead.
 func Check(t *testing.T, value any, kind, file string) {
+	t.Helper()
+	text, err := json.MarshalIndent(Schema(t, value, kind), "", "  ")
+	if err != nil {
+		t.Fatal(err)
+	}
+	same(t, file, append(text, '\n'))
+}
+
+// CheckProperty compares schema with that of one property of the committed file.
+func CheckProperty(t *testing.T, schema *jsonschema.Schema, property, file string) {
+	t.Helper()
+	committed, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := json.MarshalIndent(schema, "    ", "  ")
+	if err != nil {
+		t.Fatal(err)
+	}
+	begin := []byte("\n    \"" + property + "\": ")
+	before, rest, found := bytes.Cut(committed, append(begin, '{'))
+	_, after, closed := bytes.Cut(rest, []byte("\n    }"))
+	if !found || !closed {
+		t.Fatalf("%s has no property %s", file, property)
+	}
+	same(t, file, slices.Concat(before, begin, text, after))
+}
+
+func same(t *testing.T, file string, text []byte) {
+	t.Helper()
+	if os.Getenv("UPDATE") == "1" {
+		if err := os.WriteFile(file, text, 0o644); err != nil {
+			t.Fatal(err)
+		}
+		return
+	}
+	if committed, err := os.ReadFile(file); err != nil || !bytes.Equal(committed, text) {
+		t.Errorf("%s is not what the Go types say (%v): run this test with UPDATE=1", file, err)
+	}
+}
+
+// Schema returns the schema of the type of value, with the values of value as defaults. It fails
+// the test if a key has no comment: that of the field, or of the struct that it points to.
+func Schema(t *testing.T, value any, kind string) *jsonschema.Schema {
 	t.Helper()
 	docs := map[string]map[string]string{} // by package
 	reflector := jsonschema.Reflector{
@@ -67,19 +112,29 @@ func Check(t *testing.T, value any, kind, file string) {
 	// Everything else has a default, or the program says that it is missing and why.
 	optional(schema)
 	schema.Required = []string{"apiVersion", "kind"}
-	text, err := json.MarshalIndent(schema, "", "  ")
+	text, err := json.Marshal(value)
 	if err != nil {
 		t.Fatal(err)
 	}
-	text = append(text, '\n')
-	if os.Getenv("UPDATE") == "1" {
-		if err := os.WriteFile(file, text, 0o644); err != nil {
-			t.Fatal(err)
+	var values any
+	if err := json.Unmarshal(text, &values); err != nil {
+		t.Fatal(err)
+	}
+	fill(schema, values)
+	return schema
+}
+
+// fill sets the defaults of keys that have no keys themselves.
+func fill(s *jsonschema.Schema, value any) {
+	if s.Properties.Len() == 0 {
+		if s.Const == nil && s.Type != "object" {
+			s.Default = value
 		}
 		return
 	}
-	if committed, err := os.ReadFile(file); err != nil || !bytes.Equal(committed, text) {
-		t.Errorf("%s is not what the Go types say (%v): run this test with UPDATE=1", file, err)
+	values, _ := value.(map[string]any)
+	for p := s.Properties.Oldest(); p != nil; p = p.Next() {
+		fill(p.Value, values[p.Key])
 	}
 }
 
