@@ -44,7 +44,7 @@ const (
 	hostField     = "status.hostIP"
 	podField      = "status.podIP"
 	loopback      = "127.0.0.1"
-	noAgents      = 65532
+	nonRoot       = 65532 // the images' user
 	defaultGrace  = int64(corev1.DefaultTerminationGracePeriodSeconds)
 	waitVolumeMax = "16Mi"
 )
@@ -437,9 +437,11 @@ func (m *mutator) addProgram() {
 			return
 		}
 	}
-	user := int64(noAgents)
-	if s := spec.SecurityContext; s != nil && ptr.Deref(s.RunAsUser, 0) != 0 {
-		user = *s.RunAsUser // some clusters restrict the users of a namespace
+	// The user is the pod's, that of the image, or one that the cluster assigns, as OpenShift does.
+	// Only in a pod of root it must be set.
+	var user *int64
+	if s := spec.SecurityContext; s != nil && s.RunAsUser != nil && *s.RunAsUser == 0 {
+		user = ptr.To[int64](nonRoot)
 	}
 	c := corev1.Container{
 		Name: waitName, Image: m.barrier.Image, ImagePullPolicy: corev1.PullIfNotPresent,
@@ -447,7 +449,7 @@ func (m *mutator) addProgram() {
 		Resources:    resources,
 		VolumeMounts: []corev1.VolumeMount{{Name: waitName, MountPath: waitDir}},
 		SecurityContext: &corev1.SecurityContext{
-			RunAsNonRoot: ptr.To(true), RunAsUser: &user, AllowPrivilegeEscalation: ptr.To(false),
+			RunAsNonRoot: ptr.To(true), RunAsUser: user, AllowPrivilegeEscalation: ptr.To(false),
 			ReadOnlyRootFilesystem: ptr.To(true),
 			Capabilities:           &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}},
 			SeccompProfile:         &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault},

@@ -365,14 +365,13 @@ func TestProgramTakesNothing(t *testing.T) {
 	if r := best.Spec.InitContainers[0].Resources; len(r.Requests)+len(r.Limits) > 0 {
 		t.Errorf("a pod of class BestEffort gets %+v", r)
 	}
-	for _, c := range []struct {
-		user *int64
-		want int64
-	}{{nil, 65532}, {ptr.To(int64(0)), 65532}, {ptr.To(int64(1000650000)), 1000650000}} {
+	for _, c := range []struct{ user, want *int64 }{
+		{nil, nil}, {ptr.To[int64](0), ptr.To[int64](65532)}, {ptr.To[int64](1000650000), nil},
+	} {
 		pod := webPod(func(p *corev1.Pod) { p.Spec.SecurityContext = &corev1.PodSecurityContext{RunAsUser: c.user} })
 		got := apply(t, pod, mutate(pod, in("restricted"), "X", testBarrier))
-		if user := *got.Spec.InitContainers[0].SecurityContext.RunAsUser; user != c.want {
-			t.Errorf("pod of user %v: the init container is user %d, want %d", c.user, user, c.want)
+		if diff := cmp.Diff(c.want, got.Spec.InitContainers[0].SecurityContext.RunAsUser); diff != "" {
+			t.Errorf("the init container's user in a pod of user %v: %s", c.user, diff)
 		}
 	}
 }

@@ -38,7 +38,7 @@ const (
 	digest      = "sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef"
 )
 
-// ValueSets are of fifteen kinds of clusters. Together they set every value of the chart.
+// ValueSets are of sixteen kinds of clusters. Together they set every value of the chart.
 var ValueSets = []ValueSet{
 	{Name: "nothing set", OnNode: true, Has: map[string][]string{
 		coordinator: {`"image":"lameduck/webhook:dev"`, `"priorityClassName":"system-cluster-critical"`},
@@ -176,8 +176,9 @@ priorityClassName: ""
 networkPolicy: {enabled: false}
 check: false
 barrier: {enabled: true, priorityClassName: ""}
+runAsUser: 1000650000
 `,
-		Has: map[string][]string{"-NetworkPolicy lameduck-system/default-deny": nil,
+		Has: map[string][]string{coordinator: {`"runAsUser":1000650000`}, "-NetworkPolicy lameduck-system/default-deny": nil,
 			"-NetworkPolicy lameduck-system/lameduck-webhook": nil, "-Job lameduck-system/lameduck-check": nil,
 			"-ResourceQuota lameduck-system/lameduck-priority": nil,
 			"-ResourceQuota lameduck-node/lameduck-priority":   nil}},
@@ -193,6 +194,9 @@ barrier: {enabled: true, priorityClassName: ""}
 		Has: map[string][]string{coordinator: {`"--admission-secret-file=/etc/lameduck-admission/secret"`,
 			`"secretName":"lameduck-tls"`},
 			"-ClusterRole <nil>/lameduck-certificates": nil, "-Secret lameduck-system/lameduck-certificates": nil}},
+	{Name: "OpenShift, which assigns users", Values: `runAsUser: null`,
+		Has: map[string][]string{coordinator: {`"runAsNonRoot":true,"seccompProfile"`},
+			"Job lameduck-system/lameduck-check": {`"runAsNonRoot":true,"seccompProfile"`}}},
 	{Name: "EKS with a CNI of its own, where ports are taken", OnNode: true,
 		Values: `
 webhook: {entries: 1, hostNetwork: true, ports: {admission: 19443, agents: 19444, metrics: 18080, probes: 18081}}
