@@ -88,6 +88,15 @@ func TestValuesOfManyClusters(t *testing.T) {
 				}
 			})
 			touchesItsOwnAlone(t, all, values["networkPolicy"] == nil)
+			for key, o := range all {
+				labels := asObject(asObject(o["metadata"])["labels"])
+				for name, want := range map[string]string{"name": "lameduck", "instance": "lameduck", "version": "dev",
+					"component": "", "part-of": "lameduck", "managed-by": "Helm"} {
+					if got := labels["app.kubernetes.io/"+name]; got == nil || want != "" && got != want {
+						t.Errorf("%s: app.kubernetes.io/%s is %v, want %s", key, name, got, want)
+					}
+				}
+			}
 		})
 	}
 	content, err := os.ReadFile(filepath.Join(harness.ChartDir, "values.yaml"))
