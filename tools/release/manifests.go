@@ -144,6 +144,7 @@ func chart(root string, o options, refs map[string]string) (files, string, error
 			return text, errors.Join(err0, err1, err2, err3)
 		}),
 	)
+	inside["files/values.yaml"] = inside["values.yaml"] // a link, by which templates read the defaults
 	all := files{}
 	for name, f := range inside {
 		all["lameduck/"+name] = f

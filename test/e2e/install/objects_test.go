@@ -233,7 +233,7 @@ func TestTheChartsValues(t *testing.T) {
 		strings.Count(one, "kind: Deployment\n") != 1 {
 		t.Errorf("with webhook.entries=1: %v", hooks)
 	}
-	values := map[string]any{"config": map[string]any{"barrier": map[string]any{"image": "mine/wait:1"}}}
+	values := object{"barrier": object{"enabled": true}, "config": object{"barrier": object{"image": "mine/wait:1"}}}
 	if text, err := charted(t, values); err != nil || !strings.Contains(text, "image: mine/wait:1\n") ||
 		strings.Contains(text, "lameduck-wait:dev") {
 		t.Errorf("config.barrier.image does not win: %v", err)

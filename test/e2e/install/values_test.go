@@ -6,7 +6,11 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
+	"sigs.k8s.io/yaml"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/test/e2e/harness"
 )
 
@@ -71,15 +75,110 @@ func TestTheCheckAsksWhereItIsHeard(t *testing.T) {
 	}
 }
 
-// What has no effect is refused: the API server would give up before a hold that is too long ends.
+// What contradicts itself is refused before it is installed: the coordinators would not start, or
+// the API server would give up before a hold that is too long ends.
 func TestTheChartsTimes(t *testing.T) {
-	for times, want := range map[[2]string]string{
-		{"4s", "2499ms"}: "", {"10s", "8s"}: "",
-		{"4s", "2500ms"}: "config.times.hold", {"4500ms", "2s"}: "must be whole seconds",
+	times := func(webhook, hold string) object {
+		return object{"times": object{"webhook": webhook, "hold": hold}}
+	}
+	one := func(section, key, value string) object { return object{section: object{key: value}} }
+	longest := drain.DefaultTimes().Reach() - 5*time.Second
+	for _, c := range []struct {
+		config object
+		want   string
+	}{
+		{times("4s", "2499ms"), ""}, {times("10s", "8s"), ""},
+		{times("4s", "2500ms"), "config.times.hold"}, {times("4500ms", "2s"), "must be whole seconds"},
+		{times("4s", "0s"), "config.times.hold: 0s"},
+		{one("times", "deadline", "1s"), "config.times.deadline: 1s: must be at least config.times.hold (2s)"},
+		{one("times", "deadline", longest.String()), ""},
+		{one("times", "deadline", (longest + time.Millisecond).String()), "lengthen hold or shorten deadline"},
+		{one("times", "idleBound", "31s"), "config.times.idleBound: 31s"},
+		{one("times", "idleBound", "0s"), "config.times.idleBound: 0s"},
+		{one("times", "shutdownDelay", "61s"), "config.times.shutdownDelay: 61s"},
+		{one("barrier", "bound", "1500ms"), "config.barrier.bound: 1500ms: must be whole seconds"},
+		{one("certificates", "overlap", "0s"), "config.certificates.overlap: 0s"},
+		{one("certificates", "rotateEvery", "2h"), "config.certificates.rotateEvery: 2h: must be at least three times"},
 	} {
-		_, err := charted(t, object{"config": object{"times": object{"webhook": times[0], "hold": times[1]}}})
-		if (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
-			t.Errorf("webhook %s, hold %s: %v, want %q", times[0], times[1], err, want)
+		values := object{"barrier": object{"enabled": true}, "config": c.config}
+		if _, err := charted(t, values); (err == nil) != (c.want == "") ||
+			err != nil && !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%v: %v, want %q", c.config, err, c.want)
+		}
+	}
+}
+
+// A value of a part that is off is refused, unless it is the default: files of values repeat these.
+func TestTheChartsValuesWithoutEffect(t *testing.T) {
+	content, err := os.ReadFile(filepath.Join(harness.ChartDir, "values.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var defaults object
+	if err := yaml.Unmarshal(content, &defaults); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := charted(t, defaults); err != nil {
+		t.Errorf("the defaults, repeated: %v", err)
+	}
+	tried := 0
+	var walk func(under string, values object, in func(object) object)
+	walk = func(under string, values object, in func(object) object) {
+		enabled, optional := values["enabled"].(bool)
+		for key, value := range values {
+			if !optional {
+				walk(under+key+".", asObject(value), func(o object) object { return in(object{key: o}) })
+				continue
+			}
+			if key == "enabled" || enabled {
+				continue
+			}
+			tried++
+			var other any = "other"
+			switch value.(type) {
+			case object:
+				other = object{"cpu": "other"}
+				if key == "resources" {
+					other = object{"limits": other}
+				} else if key == "affinity" {
+					other = object{"nodeAffinity": object{}}
+				}
+			case []any:
+				other = []any{"--other"}
+				if key == "tolerations" {
+					other = []any{object{"key": "other"}}
+				} else if key == "services" {
+					other = []any{object{"service": "shop/web"}}
+				}
+			case int, float64:
+				other = 1
+			}
+			if key == "interval" {
+				other = "1s"
+			}
+			want := under + key + ": has no effect while " + under + "enabled is false"
+			if _, err := charted(t, in(object{key: other})); err == nil || !strings.Contains(err.Error(), want) {
+				t.Errorf("%s%s %v: %v, want %q", under, key, other, err, want)
+			}
+		}
+	}
+	walk("", defaults, func(o object) object { return o })
+	if tried < 22 {
+		t.Errorf("%d values", tried)
+	}
+	of := func(key string, value any) object { return object{"certificates": object{key: value}} }
+	for want, values := range map[string]object{
+		"config.barrier.port: has no effect while barrier.enabled is false": {
+			"config": object{"barrier": object{"port": 19447}}},
+		"config.certificates.overlap: has no effect with certificates=own": {
+			"certificates": "own", "config": of("overlap", "2h")},
+		"config.certificates.names: has no effect with certificates=certManager": {
+			"certificates": "certManager", "config": of("names", []any{"a.example"})},
+		"": {"certificates": "certManager", "config": of("overlap", "2h")},
+	} {
+		if _, err := charted(t, values); (err == nil) != (want == "") ||
+			err != nil && !strings.Contains(err.Error(), want) {
+			t.Errorf("%v: %v, want %q", values, err, want)
 		}
 	}
 }
