@@ -107,6 +107,9 @@ func TestManifests(t *testing.T) {
 		values.Barrier.AgentImage != ref("agent") || values.Barrier.WaitImage != ref("lameduck-wait") {
 		t.Errorf("the chart's values are %+v, %v", values, err)
 	}
+	if chart["lameduck/files/values.yaml"] != chart["lameduck/values.yaml"] {
+		t.Error("templates of the chart read other defaults")
+	}
 	rules, err := os.ReadFile(filepath.Join(s.root, "manifests", "monitoring", "rules.yaml"))
 	if err != nil || chart["lameduck/files/rules.yaml"] != string(rules) {
 		t.Errorf("the chart does not have the alerts: %v", err)

@@ -117,13 +117,25 @@ func (l *lab) refused(t *testing.T) {
 			t.Errorf("%s: %v: %s", wrong, err, out)
 		}
 	}
+	// The chart's schema does not describe affinities. Kubernetes does.
+	const wrong = "affinity.nodeAffinity.prefered"
+	if out, err := l.run(t, "install", harness.ChartDir, "--set="+wrong+"=x"); err == nil ||
+		!strings.Contains(out, "prefered") {
+		t.Errorf("%s: %v: %s", wrong, err, out)
+	}
 }
 
 // failedInstall installs an image that is nowhere: Helm takes everything back if asked, and
-// otherwise by uninstall, also where the glass was broken before.
+// otherwise by uninstall, also where the glass was broken before. Then it installs a selector that
+// leaves out the check's namespace, so that the check alone fails.
 func (l *lab) failedInstall(t *testing.T) {
-	args := []string{harness.ChartDir, "--set=image.tag=none", "--set=image.pullPolicy=Never", "--wait",
-		"--timeout=15s"}
+	if out, err := l.run(t, "install", harness.ChartDir, "--set=barrier.enabled=true", "--set-json=namespaceSelector="+
+		`{"matchExpressions": [{"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": ["lameduck-check"]}]}`,
+		"--wait", "--timeout=20s", "--atomic"); err == nil || !strings.Contains(out, "post-install") {
+		t.Fatalf("the check hears nothing: %v: %s", err, out)
+	}
+	args := []string{harness.ChartDir, "--set=image.tag=none", "--set=image.pullPolicy=Never",
+		"--set=barrier.enabled=true", "--wait", "--timeout=15s"}
 	if out, err := l.run(t, "install", append(args, "--atomic")...); err == nil {
 		t.Fatalf("an image that is not there: %s", out)
 	}
