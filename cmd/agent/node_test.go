@@ -138,7 +138,9 @@ func TestANodeAgent(t *testing.T) {
 		goleak.VerifyNone(t, before)
 	})
 	waitAt := planes.FreeAddress(t)
-	o, roots := observed(t, fmt.Sprintf("{kubeProxy: {}}\nwaitAddresses: [%q]", waitAt), slog.New(slog.DiscardHandler))
+	var said agenttest.Log
+	o, roots := observed(t, fmt.Sprintf("{kubeProxy: {}}\nwaitAddresses: [%q]", waitAt),
+		slog.New(slog.NewTextHandler(&said, nil)))
 	o.nodeName = "n1"
 	a, b := agenttest.Hooked("a"), agenttest.Hooked("b")
 	b.Status.PodIPs = []corev1.PodIP{{IP: "10.1.0.8"}}
@@ -204,12 +206,14 @@ func TestANodeAgent(t *testing.T) {
 
 	// Something else than kube-proxy sends on this node, as Cilium does: the kernel is unknown, and
 	// is not waited for.
-	declared := func(n int) {
+	declared := func(n int, mode string) {
 		t.Helper()
-		agenttest.Until(t, fmt.Sprintf("it has declared %d times", n), func() bool {
+		agenttest.Until(t, fmt.Sprintf("it has declared %d times, at last %s", n, mode), func() bool {
 			_, metrics := get(o.metrics + "/metrics")
-			return strings.Contains(metrics, fmt.Sprintf("lameduck_agent_posts_total{path=%q,result=\"ok\"} %d\n",
-				wire.DeclarationsPath, n))
+			log := said.String()
+			last := log[max(0, strings.LastIndex(log, `msg="agent declared"`)):]
+			posts := fmt.Sprintf("lameduck_agent_posts_total{path=%q,result=\"ok\"} %d\n", wire.DeclarationsPath, n)
+			return strings.Contains(last, " mode="+mode+" ") && strings.Contains(metrics, posts)
 		})
 	}
 	k.Is(netip.MustParseAddrPort("10.1.0.9:0"), health.Unknown, 0)
@@ -228,9 +232,10 @@ func TestANodeAgent(t *testing.T) {
 	case <-time.After(5 * time.Second):
 		t.Fatal("the hook waits for a node that has no kube-proxy")
 	}
-	declared(2)
+	// Before, it has declared when it connected, and when the mode was known.
+	declared(3, wire.GatewayAbsent)
 	k.SetAbsent(false)
-	declared(3)
+	declared(4, "nftables")
 
 	// It is told to stop while another hook waits: that one is finished.
 	k.Is(b8, health.Routing, 0)

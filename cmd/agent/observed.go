@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"log/slog"
@@ -151,10 +152,11 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 	return serve.All(ctx, append(tasks, opsTask)...)
 }
 
-// followAbsent checks until ctx is done whether the gateway is absent from this node, and declares
-// each change to coordinators. If kube-proxy is absent, another program chooses the pod behind a
-// Service's address. The agent then cannot acknowledge, and drains do not wait for it.
-func followAbsent(ctx context.Context, g gateway.Observed, routes []drain.Route, declare func([]drain.Route),
+// followAbsent checks until ctx is done whether the gateway is absent from this node, and in which
+// mode it is, and declares each change to coordinators. If kube-proxy is absent, another program
+// chooses the pod behind a Service's address. The agent then cannot acknowledge, and drains do not
+// wait for it.
+func followAbsent(ctx context.Context, g gateway.Observed, routes []drain.Route, declare func(string, []drain.Route),
 	log *slog.Logger) error {
 	absent := slices.Clone(routes)
 	for i := range absent {
@@ -162,22 +164,29 @@ func followAbsent(ctx context.Context, g gateway.Observed, routes []drain.Route,
 	}
 	ticker := time.NewTicker(absentEvery)
 	defer ticker.Stop()
+	moder, _ := g.(gateway.Moder)
+	mode := "" // the last one that was known
 	for was := false; ; {
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-ticker.C:
 		}
-		is := g.Absent()
+		is, now := g.Absent(), mode
+		if moder != nil {
+			now = cmp.Or(moder.Mode(), mode)
+		}
 		switch {
 		case is && !was:
 			log.Warn("the gateway is absent from this node: what sends to pods cannot be observed here, and no " +
 				"barrier waits for this node")
-			declare(absent)
+			declare(wire.GatewayAbsent, absent)
 		case was && !is:
-			log.Info("the gateway is here: barriers wait for this node")
-			declare(routes)
+			log.Info("the gateway is here: barriers wait for this node", "mode", now)
+			declare(now, routes)
+		case !is && now != mode:
+			declare(now, routes)
 		}
-		was = is
+		was, mode = is, now
 	}
 }

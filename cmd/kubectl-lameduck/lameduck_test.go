@@ -386,6 +386,25 @@ func TestStatusTellsOfBarriersAndHealth(t *testing.T) {
 	}
 }
 
+// An agent that has declared every Service shows all, and the mode of its gateway.
+func TestStatusOfAgents(t *testing.T) {
+	w := merge([]answer[api.View]{{replica: &replica{name: "one"}, said: api.View{Agents: api.Agents{Items: []api.Agent{
+		{ID: "1", Name: "n/node", Gateway: "kube-proxy", GatewayMode: "nftables", State: "connected", Connected: true,
+			Declared: true, Services: 1, EveryService: true},
+		{ID: "2", Name: "n/one", State: "connected", Connected: true, Declared: true, Services: 1},
+		{ID: "3", Name: "n/silent", State: "connected", Connected: true},
+	}}}}})
+	var out strings.Builder
+	writeStatus(w, true, &out)
+	text := strings.Join(strings.Fields(out.String()), " ")
+	for _, want := range []string{"LAST-DRAIN GATEWAY-MODE NODE", "n/node kube-proxy connected 1/1 all - nftables -",
+		"n/one - connected 1/1 1 - - -", "n/silent - connected 1/1 everything"} {
+		if !strings.Contains(text, want) {
+			t.Errorf("no %q in\n%s", want, out.String())
+		}
+	}
+}
+
 // A node agent that one coordinator lacks may be connected to another: then the hooks are answered.
 func TestExplanationsOfTheBarrierAreJoined(t *testing.T) {
 	said := func(connected bool) api.Explanation {

@@ -129,7 +129,7 @@ func writeStatus(w whole, wide bool, out io.Writer) {
 	rows = nil
 	head := "AGENT GATEWAY STATE CONNECTED SERVICES LAST-DRAIN"
 	if wide {
-		head += " NODE LABEL FEATURES UID"
+		head += " GATEWAY-MODE NODE LABEL FEATURES UID"
 	}
 	answered := len(slices.DeleteFunc(slices.Clone(w.Coordinators), func(c coordinator) bool { return c.Error != "" }))
 	for _, g := range w.Agents {
@@ -137,13 +137,16 @@ func writeStatus(w whole, wide bool, out io.Writer) {
 		if s := max(g.IdleSeconds, g.RemovedSeconds); s > 0 {
 			last = milliseconds(s)
 		}
-		services := "everything"
-		if g.Declared {
+		services := "everything" // it has not declared, and so must acknowledge all drains
+		switch {
+		case g.EveryService:
+			services = "all"
+		case g.Declared:
 			services = count(g.Services)
 		}
 		row := []string{g.Name, g.Gateway, g.State, fmt.Sprintf("%d/%d", len(g.ConnectedTo), answered), services, last}
 		if wide {
-			row = append(row, g.Node, g.Label, strings.Join(g.Features, ","), g.ID)
+			row = append(row, g.GatewayMode, g.Node, g.Label, strings.Join(g.Features, ","), g.ID)
 		}
 		rows = append(rows, row)
 	}

@@ -167,6 +167,7 @@ func (f Facts) Findings() []Finding {
 	f.entries(add)
 	f.barrier(add)
 	f.agents(add)
+	f.proxies(add)
 	f.coverage(add)
 	return worstFirst(all)
 }

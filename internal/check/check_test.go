@@ -94,6 +94,16 @@ func well(t *testing.T) *Facts {
 	return f
 }
 
+// proxies adds node agents on n0, n1 and so on, which have found these modes of kube-proxy. A
+// second word is the agent's state.
+func proxies(f *Facts, modes ...string) {
+	for i, m := range modes {
+		mode, state, _ := strings.Cut(m, " ")
+		f.Agents = append(f.Agents, api.Agent{Gateway: "kube-proxy", GatewayMode: mode, Node: fmt.Sprint("n", i),
+			State: state})
+	}
+}
+
 // One thing at a time is wrong, and is all that is found.
 func TestFindings(t *testing.T) {
 	for name, c := range map[string]struct {
@@ -184,6 +194,19 @@ func TestFindings(t *testing.T) {
 		"a node agent is not ready": {func(f *Facts) { f.NodeAgents[0] = pod("node-1", "one", false) },
 			[]string{"error Pod lameduck-system/node-1: the agent of node one is not ready"}},
 		"ipvs": {func(f *Facts) { f.ProxyMode = "ipvs" }, []string{"error kube-proxy: it runs in mode ipvs"}},
+		"another mode on one node": {func(f *Facts) {
+			proxies(f, "iptables", "nftables", "nftables", "", "absent gone")
+		}, []string{"note node n0: kube-proxy is in mode iptables there, and in mode nftables on most nodes"}},
+		"no kube-proxy on one node": {func(f *Facts) { proxies(f, "nftables", "absent", "nftables") },
+			[]string{"warning node n1: no rules of kube-proxy are there, and on other nodes it is in mode nftables"}},
+		"no kube-proxy on any node": {func(f *Facts) { proxies(f, "absent", "absent", "") },
+			[]string{"warning kube-proxy: none of its rules are on any node (n0, n1)"}},
+		"no kube-proxy on many nodes": {func(f *Facts) {
+			proxies(f, append(slices.Repeat([]string{"absent"}, 12), "nftables")...)
+		}, []string{"warning node n0: no rules", "warning node n1: no rules", "warning node n10: no rules",
+			"warning node n11: no rules", "warning node n2: no rules", "warning node n3: no rules",
+			"warning node n4: no rules", "warning node n5: no rules", "warning node n6: no rules",
+			"warning node n7: no rules", "warning nodes: 2 more have no rules of kube-proxy"}},
 		"pods without the hook": {func(f *Facts) {
 			f.Coordinators[1].View.Barriers.MissingIn = map[string]int{"shop": 3}
 		}, []string{"warning namespace shop: 3 of its pods ask for the barrier"}},

@@ -256,6 +256,9 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 	if len(d.Population) > wire.MaxName {
 		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("population: longer than %d bytes", wire.MaxName)}
 	}
+	if len(d.GatewayMode) > wire.MaxName {
+		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("gatewayMode: longer than %d bytes", wire.MaxName)}
+	}
 	for i, route := range d.Routes {
 		switch {
 		case max(len(route.Service.Namespace), len(route.Service.Name)) > wire.MaxName:
@@ -287,14 +290,14 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 	var err error
 	c.change(func() {
 		if declared, err = c.core.Declare(who.Agent, d); err == nil {
-			c.seen.declared(who.Agent, d.Gateway)
+			c.seen.declared(who.Agent, d)
 		}
 	})
 	if err != nil {
 		return nil, err
 	}
-	c.Log.Info("agent declared", "agent", who.Name, "gateway", d.Gateway, "population", d.Population,
-		"routes", len(d.Routes))
+	c.Log.Info("agent declared", "agent", who.Name, "gateway", d.Gateway, "mode", d.GatewayMode,
+		"population", d.Population, "routes", len(d.Routes))
 	return declared, nil
 }
 

@@ -46,7 +46,7 @@ type history struct {
 
 // introduced is how an agent introduced itself, and its performance since.
 type introduced struct {
-	gateway, address string
+	gateway, mode, address string
 	// build is the version of its program.
 	build     string
 	protocol  int
@@ -132,10 +132,10 @@ func (h *history) connected(now time.Time, id drain.AgentID, protocol int, offer
 		offer.Features[:min(len(offer.Features), featuresShown)], address, now, offer.Build
 }
 
-// declared records the kind of an agent's gateway.
-func (h *history) declared(id drain.AgentID, gateway string) {
+// declared records the kind and the mode of an agent's gateway.
+func (h *history) declared(id drain.AgentID, d wire.Declaration) {
 	if of := h.introduced[id]; of != nil {
-		of.gateway = gateway[:min(len(gateway), maxKindLength)]
+		of.gateway, of.mode = d.Gateway[:min(len(d.Gateway), maxKindLength)], d.GatewayMode
 	}
 }
 
@@ -344,7 +344,8 @@ func (h *history) reports(reports []drain.AgentReport) []api.AgentReport {
 // agent, called with the lock, returns k with its introduction and its performance since.
 func (c *Coordinator) agent(k drain.AgentInfo) api.Agent {
 	a := api.Agent{ID: string(k.ID), Name: k.Name, Label: labels[k.Label], Ready: k.Ready, Connected: k.Connected,
-		Since: k.Lost, Suspended: k.Suspended, Declared: k.Declared, Services: k.Services, Features: []string{}}
+		Since: k.Lost, Suspended: k.Suspended, Declared: k.Declared, Services: k.Services, EveryService: k.Every,
+		Features: []string{}}
 	switch {
 	case k.Left:
 		a.State = api.AgentLeft
@@ -364,7 +365,7 @@ func (c *Coordinator) agent(k drain.AgentInfo) api.Agent {
 	if k.Connected {
 		a.Since = i.connected
 	}
-	a.Gateway, a.Address, a.Protocol, a.Version = i.gateway, i.address, i.protocol, i.build
+	a.Gateway, a.GatewayMode, a.Address, a.Protocol, a.Version = i.gateway, i.mode, i.address, i.protocol, i.build
 	a.Features = append(a.Features, i.features...)
 	a.Reported, a.ReportAgeSeconds = i.posted, i.age.Seconds()
 	a.RemovedSeconds, a.IdleSeconds = i.removed.Seconds(), i.idle.Seconds()

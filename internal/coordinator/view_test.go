@@ -9,6 +9,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
@@ -77,6 +78,35 @@ func TestViewFollowsADrain(t *testing.T) {
 				!slices.Contains(a.Features, "leave") {
 				t.Errorf("agent %+v, want idle after %g s", a, want)
 			}
+		}
+	})
+}
+
+// A node agent declares every Service, and the mode of kube-proxy on its node.
+func TestViewHasTheModeOfGateways(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		node := n.nodeAgent("node", "replica-0")
+		n.agent("one", []drain.Service{web}, "replica-0")
+		see := func(want string) {
+			t.Helper()
+			synctest.Wait()
+			var got []string
+			for _, a := range r.View(10, 10).Agents.Items {
+				got = append(got, fmt.Sprintf("%s %d %t %q", a.Name, a.Services, a.EveryService, a.GatewayMode))
+			}
+			if text := strings.Join(got, "; "); text != want {
+				t.Errorf("got  %s\nwant %s", text, want)
+			}
+		}
+		see(`node 1 true ""; one 1 false ""`)
+		node.Declare("iptables", node.Routes)
+		see(`node 1 true "iptables"; one 1 false ""`)
+		node.Declare(wire.GatewayAbsent, node.Routes)
+		see(`node 1 true "absent"; one 1 false ""`)
+		if wire.GatewayAbsent != api.GatewayAbsent {
+			t.Error("readers have another word")
 		}
 	})
 }

@@ -120,9 +120,10 @@ type AgentInfo struct {
 	Connected bool
 	Lost      time.Time
 	// Declared: it has declared what it routes, if only on an earlier session. Services is how
-	// many.
+	// many. Every: [EveryService] is one of them.
 	Declared bool
 	Services int
+	Every    bool
 	// Population is what it declared with them.
 	Population string
 	// Routes are the declared routes. Namespaces are those for which it receives releases, sorted;
@@ -150,6 +151,7 @@ func (a *agent) known() AgentInfo {
 		Declared: a.declared, Services: len(a.routes), Left: a.left, Suspended: a.breaker.open,
 		Population: a.population,
 	}
+	_, k.Every = a.routes[EveryService]
 	if !k.Connected {
 		k.Lost = a.lostAt
 	}

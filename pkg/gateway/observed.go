@@ -75,6 +75,13 @@ type Reading struct {
 	Since time.Time
 }
 
+// Moder is an [Observed] whose data plane has more than one mode.
+type Moder interface {
+	// Mode returns the mode in which the data plane was found, for operators. It returns "" if the
+	// mode is not known. Like Absent, it must not block.
+	Mode() string
+}
+
 // Looker is an [Observed] that reads [health.Kept] when all targets that it could send to are
 // watched.
 type Looker interface {

@@ -68,6 +68,9 @@ func (f *FakeObserved) Population() string { return gateway.Nodes }
 // Absent implements gateway.Observed.
 func (f *FakeObserved) Absent() bool { return f.absent.Load() }
 
+// Mode implements gateway.Moder.
+func (f *FakeObserved) Mode() string { return "nftables" }
+
 // SetAbsent says what Absent returns.
 func (f *FakeObserved) SetAbsent(absent bool) { f.absent.Store(absent) }
 

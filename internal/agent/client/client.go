@@ -103,10 +103,10 @@ type Client struct {
 	HTTP *http.Client
 	// Token returns the bearer token to use now.
 	Token func() (string, error)
-	// Boot names this life of the agent's process, Gateway is the kind of its gateway. Population
-	// and Routes are those of [wire.Declaration].
-	Boot, Gateway, Population string
-	Routes                    []drain.Route
+	// Boot names this life of the agent's process, Gateway is the kind of its gateway. Population,
+	// GatewayMode and Routes are those of [wire.Declaration].
+	Boot, Gateway, Population, GatewayMode string
+	Routes                                 []drain.Route
 	// Exclusions may be nil if the agent directs nothing, Watches if it observes nothing.
 	Exclusions Exclusions
 	Watches    Watches
@@ -171,19 +171,20 @@ func (c *Client) Replicas(addresses []string) {
 	c.changed.Raise()
 }
 
-// Declare replaces Routes, and sends them to every replica. It never blocks.
-func (c *Client) Declare(routes []drain.Route) {
+// Declare replaces GatewayMode and Routes, and sends them to every replica. It never blocks.
+func (c *Client) Declare(mode string, routes []drain.Route) {
 	c.mu.Lock()
-	c.Routes, c.declarations = routes, c.declarations+1
+	c.GatewayMode, c.Routes, c.declarations = mode, routes, c.declarations+1
 	c.mu.Unlock()
 	c.Wake()
 }
 
-// routes returns the routes to declare, and the number of that declaration.
-func (c *Client) routes() ([]drain.Route, int) {
+// declaration returns the declaration to send, without its session, and its number.
+func (c *Client) declaration() (wire.Declaration, int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.Routes, c.declarations
+	return wire.Declaration{Gateway: c.Gateway, Population: c.Population, GatewayMode: c.GatewayMode,
+		Routes: c.Routes}, c.declarations
 }
 
 // Wake makes the client read the reports again. It never blocks.
@@ -455,8 +456,8 @@ func (r *replica) report(ctx context.Context, session *Session, into io.Writer, 
 	defer renewal.Stop()
 	declared := -1
 	for everything := true; ; {
-		for routes, n := r.client.routes(); declared != n; routes, n = r.client.routes() {
-			if err := r.declare(ctx, session, routes); err != nil {
+		for d, n := r.client.declaration(); declared != n; d, n = r.client.declaration() {
+			if err := r.declare(ctx, session, d); err != nil {
 				return err
 			}
 			declared = n
@@ -479,7 +480,7 @@ func (r *replica) report(ctx context.Context, session *Session, into io.Writer, 
 
 // declare posts the routes of the gateway. The stream then brings their open drains. An agent that
 // has left declares nothing, because deletions would wait for it again.
-func (r *replica) declare(ctx context.Context, session *Session, routes []drain.Route) error {
+func (r *replica) declare(ctx context.Context, session *Session, d wire.Declaration) error {
 	select {
 	case r.saying <- struct{}{}:
 		defer func() { <-r.saying }()
@@ -489,11 +490,9 @@ func (r *replica) declare(ctx context.Context, session *Session, routes []drain.
 	if r.client.left.Load() {
 		return nil
 	}
+	d.Session = session.Hello.Session
 	var declared wire.Declared
-	err := r.send(ctx, wire.DeclarationsPath, wire.Declaration{
-		Session: session.Hello.Session, Gateway: r.client.Gateway, Population: r.client.Population, Routes: routes,
-	}, &declared)
-	if err != nil {
+	if err := r.send(ctx, wire.DeclarationsPath, d, &declared); err != nil {
 		return err
 	}
 	session.Declared(declared)

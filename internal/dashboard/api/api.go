@@ -226,14 +226,19 @@ const (
 	AgentLeft = "left"
 )
 
+// GatewayAbsent is the [Agent.GatewayMode] if there is no gateway that the agent can observe.
+const GatewayAbsent = "absent"
+
 // Agent is one agent, and through it one gateway.
 type Agent struct {
 	// ID is its pod's UID, Name the pod's namespace/name.
 	ID   string `json:"id"`
 	Name string `json:"name"`
 	Node string `json:"node,omitempty"`
-	// Gateway is the kind of its gateway.
-	Gateway string `json:"gateway,omitempty"`
+	// Gateway is the kind of its gateway. GatewayMode is the mode in which the agent has found it:
+	// nftables or iptables for kube-proxy, or [GatewayAbsent]. Absent: the agent has not sent it.
+	Gateway     string `json:"gateway,omitempty"`
+	GatewayMode string `json:"gatewayMode,omitempty"`
 	// State is [AgentConnected] or another one.
 	State string `json:"state"`
 	// Label is the label of its pod: directed, observed or none. Ready is the condition of its pod.
@@ -244,10 +249,12 @@ type Agent struct {
 	Since     time.Time `json:"since,omitzero"`
 	Suspended bool      `json:"suspended,omitempty"`
 	// Declared: the agent has declared its routes. Services is how many Services they name.
-	Declared bool     `json:"declared"`
-	Services int      `json:"services"`
-	Protocol int      `json:"protocol,omitempty"`
-	Features []string `json:"features"`
+	// EveryService: one of them is for every Service.
+	Declared     bool     `json:"declared"`
+	Services     int      `json:"services"`
+	EveryService bool     `json:"everyService,omitempty"`
+	Protocol     int      `json:"protocol,omitempty"`
+	Features     []string `json:"features"`
 	// Version is the version and the commit of its program. Absent: the agent has not sent it.
 	Version string `json:"version,omitempty"`
 	Address string `json:"address,omitempty"`

@@ -623,10 +623,10 @@ function drawAgents(v) {
     const last = a.idleSeconds || a.removedSeconds;
     return [
       head(...podName({ namespace: podOf(a.name).namespace, pod: podOf(a.name).name }), a.declared ? '' : el('span', { class: 'sub' }, 'has not said what it routes: owes everything')),
-      cell('Gateway', '', a.gateway || ''),
+      cell('Gateway', '', a.gateway ? el('span', null, a.gateway, a.gatewayMode ? el('span', { class: 'sub' }, a.gatewayMode) : '') : ''),
       cell('Node', '', a.node || ''),
       cell('State', '', el('span', null, chip(kind, text, a.features.length ? 'protocol ' + a.protocol + ', ' + a.features.join(', ') : ''), a.since ? el('span', { class: 'sub' }, 'for ', age(a.since)) : '')),
-      cell('Services', 'number', a.declared ? String(a.services) : ''),
+      cell('Services', 'number', a.everyService ? 'all' : a.declared ? String(a.services) : ''),
       cell('Last drain', 'number', last ? duration(last) : ''),
       cell('Last report', '', a.reported ? el('span', null, age(a.reported, ' ago'), el('span', { class: 'sub' }, duration(a.reportAgeSeconds || 0) + ' old when it came')) : ''),
     ];

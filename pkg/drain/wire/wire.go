@@ -253,9 +253,15 @@ type Declaration struct {
 	Gateway string `json:"gateway"`
 	// Population names the agents that observe the same gateway: [drain.Nodes], or the gateway of
 	// which this is a replica. Empty for agents that observe nothing.
-	Population string        `json:"population,omitempty"`
-	Routes     []drain.Route `json:"routes"`
+	Population string `json:"population,omitempty"`
+	// GatewayMode is the mode in which the agent has found its gateway, for operators: that of
+	// kube-proxy, or [GatewayAbsent]. Empty: the gateway has no modes, or the mode is not known.
+	GatewayMode string        `json:"gatewayMode,omitempty"`
+	Routes      []drain.Route `json:"routes"`
 }
+
+// GatewayAbsent is the [Declaration.GatewayMode] of a gateway that is not there.
+const GatewayAbsent = "absent"
 
 // Declared answers a Declaration. The stream then has the open drains of the declared Services,
 // followed by a Message of type synced with this number. The agent excludes these pods before it

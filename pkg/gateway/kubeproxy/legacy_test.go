@@ -58,7 +58,7 @@ func TestLegacy(t *testing.T) {
 		s, a, b := test.service, test.a, test.b
 		restore(t, "legacy", s.v6(), iptablesSetUp...)
 		restore(t, "legacy", s.v6(), s.iptables([]string{a, b}, false)...)
-		until(t, "kube-proxy's rules are seen", func() bool { return !o.Absent() })
+		until(t, "kube-proxy's rules are seen", func() bool { return !o.Absent() && o.Mode() == "iptables" })
 		o.mu.Lock()
 		if o.legacy[map[bool]uint8{false: unix.NFPROTO_IPV4, true: unix.NFPROTO_IPV6}[s.v6()]] == legacyRead {
 			t.Fatal("the rules are read while no pod is watched")

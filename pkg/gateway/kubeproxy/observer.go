@@ -170,6 +170,22 @@ func (o *Observer) Absent() bool {
 	return o.absent
 }
 
+// Mode implements gateway.Moder. It returns the mode of kube-proxy whose rules are there: nftables
+// or iptables.
+func (o *Observer) Mode() (mode string) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for id, s := range o.sources {
+		switch {
+		case s.complete && id.name == proxyTable:
+			return "nftables"
+		case s.complete || o.legacyWhole[id.family]:
+			mode = "iptables"
+		}
+	}
+	return mode
+}
+
 func (o *Observer) dial() (*netlink.Conn, error) {
 	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, &netlink.Config{NetNS: o.netns, MessageBufferSize: pageSize})
 	if err != nil {

@@ -220,14 +220,14 @@ func TestAbsent(t *testing.T) {
 		"-A KUBE-MARK-MASQ -j MARK --set-xmark 0x4000/0x4000")
 	w := watch(t, o, "10.244.0.1:8080")
 	w.stays(health.Unknown)
-	if !o.Absent() {
+	if !o.Absent() || o.Mode() != "" {
 		t.Error("kube-proxy in ipvs mode is observed")
 	}
 	s := service{"web", "10.96.0.1", false}
 	nft(t, append(setUp("ip"), s.sync([]string{"10.244.0.1:8080"})...)...)
 	w.wait(health.Kept)
-	if o.Absent() {
-		t.Error("kube-proxy has written its rules, and is absent")
+	if o.Absent() || o.Mode() != "nftables" {
+		t.Errorf("kube-proxy has written its rules, and is absent: %t, in mode %q", o.Absent(), o.Mode())
 	}
 	nft(t, "delete table ip kube-proxy")
 	w.wait(health.Unknown)

@@ -168,6 +168,9 @@ func busy() *made {
 			Ready: true, Connected: a.state != api.AgentMissing, Suspended: a.state == api.AgentSuspended,
 			Since: ago(50 * time.Minute), Declared: true, Services: 12 + i, Protocol: 1, Features: []string{"leave"},
 			Reported: ago(time.Second), ReportAgeSeconds: .003, RemovedSeconds: a.removed, IdleSeconds: a.removed * 5}
+		if a.gateway == "kube-proxy" {
+			known.EveryService, known.GatewayMode = true, "nftables"
+		}
 		if !known.Connected {
 			known.Since = ago(17 * time.Second)
 		}
@@ -318,7 +321,8 @@ func TestThePageShowsEverything(t *testing.T) {
 			"3 healthy, 1 unhealthy, 1 excluded", "gets no traffic", "shop/service-00 well", "all 2 gateways"},
 		"#outcomes-table": {"Deadline", "edge/haproxy-canary", "30.0 s", "Abandoned", "it lives on", "IdleBound"},
 		"#speed-table":    {"haproxy removed 4.0 ms 9.0 ms 38 ms 410 ms 1000 (of 2381)", "kube-proxy idle 340 ms"},
-		"#agents-table":   {"edge/haproxy-canary", "suspended", "missing", "for 50 min", "node-1"},
+		"#agents-table": {"edge/haproxy-canary", "suspended", "missing", "for 50 min", "node-1",
+			"kube-proxy nftables", "for 50 min all 1.2 s"},
 		"#health-note":    {"/v1/targets"},
 		"#observed-table": {"shop 312 45 ms 1.9 s 41 2"},
 	} {
