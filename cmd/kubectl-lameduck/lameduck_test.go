@@ -145,25 +145,6 @@ func TestWaitsFor(t *testing.T) {
 	}
 }
 
-// What one says who knows less must not hide a gateway that another knows of.
-func TestJoinExplanations(t *testing.T) {
-	say := func(name, reason string, gates ...api.Gate) answer[api.Explanation] {
-		return answer[api.Explanation]{replica: &replica{name: name},
-			said: api.Explanation{Answer: "drain", Reason: reason, Summary: "It would " + reason, Gates: gates,
-				Uncovered: []api.Uncovered{{What: "kube-proxy"}}}}
-	}
-	x := joinExplanations([]answer[api.Explanation]{
-		{replica: &replica{name: "zero"}, err: errors.New("away")},
-		say("one", "Draining", api.Gate{Agent: "a", Gate: "hold", Connected: true}),
-		say("two", "Draining", api.Gate{Agent: "a", Gate: "hold"}, api.Gate{Agent: "b", Gate: "hold", Connected: true}),
-		say("three", "Starting"),
-	})
-	if len(x.Gates) != 2 || x.Gates[0].Connected || x.Gates[1].Agent != "b" || len(x.Uncovered) != 1 ||
-		len(x.Differs) != 1 || x.Differs[0] != "three: It would Starting" {
-		t.Errorf("%+v", x)
-	}
-}
-
 // kubeconfig writes one that leads nowhere.
 func kubeconfig(t *testing.T) string {
 	path := filepath.Join(t.TempDir(), "config")
@@ -418,8 +399,7 @@ func TestExplanationsOfTheBarrierAreJoined(t *testing.T) {
 		}
 		return x
 	}
-	x := joinExplanations([]answer[api.Explanation]{{replica: &replica{name: "a"}, said: said(false)},
-		{replica: &replica{name: "b"}, said: said(true)}})
+	x := explained{Explanation: said(false).Join(said(true))}
 	if !x.Barrier.Connected || len(x.Uncovered) != 1 || x.Uncovered[0].What != "container log" {
 		t.Errorf("%+v, %+v", x.Barrier, x.Uncovered)
 	}

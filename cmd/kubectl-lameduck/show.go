@@ -339,14 +339,10 @@ func writeDrains(list []oneDrain, wide bool, out io.Writer) {
 	table(out, head, rows)
 }
 
-// explained is the merged explanation of one pod. Coordinators read the same cluster, except for
-// the most recent changes. So the explanation is that of the first that answers, and others are
-// named if they differ.
+// explained is the merged explanation of one pod.
 type explained struct {
 	metav1.TypeMeta `json:",inline"`
 	api.Explanation
-	// Differs has the name and the summary of each coordinator whose explanation is another one.
-	Differs []string `json:"differs"`
 }
 
 func explain(ctx context.Context, o options, all replicas, out, stderr io.Writer) error {
@@ -361,59 +357,19 @@ func explain(ctx context.Context, o options, all replicas, out, stderr io.Writer
 	if err != nil {
 		return err
 	}
-	x := joinExplanations(answers)
+	var said []api.Explanation
+	for _, a := range answers {
+		if a.err == nil {
+			said = append(said, a.said)
+		}
+	}
+	x := explained{kind("Explanation"), said[0].Join(said[1:]...)}
 	if done, err := encode(o, x, out); done {
 		return err
 	}
 	complain(answers, stderr)
 	writeExplanation(x, out)
 	return nil
-}
-
-func joinExplanations(answers []answer[api.Explanation]) explained {
-	x := explained{TypeMeta: kind("Explanation"), Differs: []string{}}
-	first := true
-	for _, a := range answers {
-		switch {
-		case a.err != nil:
-		case first:
-			x.Explanation, first = a.said, false
-		default:
-			if a.said.Answer != x.Answer || a.said.Reason != x.Reason || a.said.UID != x.UID {
-				x.Differs = append(x.Differs, a.replica.name+": "+a.said.Summary)
-			}
-			if x.Drain == nil {
-				x.Drain = a.said.Drain
-			}
-			if b, said := x.Barrier, a.said.Barrier; b != nil && said != nil {
-				if !b.Connected && said.Connected {
-					b.Agent, b.Connected = said.Agent, true
-				}
-				if b.Open == nil {
-					b.Open = said.Open
-				}
-			}
-			// An agent that one coordinator lacks may be connected to another.
-			for _, g := range a.said.Gates {
-				i := slices.IndexFunc(x.Gates, func(h api.Gate) bool { return h.Agent == g.Agent && h.Gate == g.Gate })
-				if i < 0 {
-					x.Gates = append(x.Gates, g)
-				} else if !g.Connected && x.Gates[i].Connected {
-					x.Gates[i] = g
-				}
-			}
-			for _, u := range a.said.Uncovered {
-				if !slices.Contains(x.Uncovered, u) {
-					x.Uncovered = append(x.Uncovered, u)
-				}
-			}
-		}
-	}
-	if x.Barrier != nil && x.Barrier.Connected {
-		// It is connected to one of them, which is enough.
-		x.Uncovered = slices.DeleteFunc(x.Uncovered, func(u api.Uncovered) bool { return u.What == api.BarrierItself })
-	}
-	return x
 }
 
 // gatesShown bounds the gateways that explain lists, because a barrier may ask hundreds of nodes.

@@ -203,6 +203,9 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		Reports: func(ctx context.Context) ([]api.Report, []string) {
 			return peers.Ask[api.Report](ctx, others.Peers, wire.ReportPath)
 		},
+		Explanations: func(ctx context.Context, pod string) ([]api.Explanation, []string) {
+			return peers.Ask[api.Explanation](ctx, others.Peers, wire.ExplainPath+pod)
+		},
 	})
 	coord.Shown, others.Polled = view.Shown, coord.Polled
 	log.Info("started", "holder", self.String(), "admission", listeners[0].Addr().String(),

@@ -111,6 +111,7 @@ var routes = []route{
 	{http.MethodGet, wire.ReplicaPath, replicas, (*Coordinator).replica},
 	{http.MethodGet, wire.ShownPath, replicas, (*Coordinator).shown},
 	{http.MethodGet, wire.ReportPath, replicas, (*Coordinator).shown},
+	{http.MethodGet, wire.ExplainPath + "/{namespace}/{pod}", replicas, (*Coordinator).shown},
 }
 
 // refusal is an error with an HTTP status.

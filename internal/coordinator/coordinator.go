@@ -14,6 +14,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/http"
 	"runtime"
 	"sync"
 	"time"
@@ -94,9 +95,9 @@ type Options struct {
 	Claimant Claimant
 	// Able returns why this replica cannot decide on deletions now, or nil.
 	Able func() error
-	// Shown returns what this replica contributes to the page of another one: its report of the
-	// mode observe, or its view. A nil result is answered with 404.
-	Shown func(report bool) any
+	// Shown returns what this replica contributes to the page of another one: its view, its report
+	// of the mode observe, or its explanation of a pod.
+	Shown func(r *http.Request) (any, error)
 	// Authenticate identifies agents and replicas by their bearer tokens, and checks their rights.
 	Authenticate Authenticator
 	Log          *slog.Logger

@@ -51,9 +51,10 @@ func (c *Coordinator) replica(http.ResponseWriter, *http.Request, Identity) (any
 	return c.core.Replica(time.Now(), ready), nil
 }
 
-// shown returns to another replica the view or the report that this one shows operators.
+// shown returns to another replica the view, the report or the explanation that this one shows
+// operators.
 func (c *Coordinator) shown(_ http.ResponseWriter, r *http.Request, _ Identity) (any, error) {
-	return c.Shown(r.URL.Path == wire.ReportPath), nil
+	return c.Shown(r)
 }
 
 // Polled records what the other replicas sent last: their open drains, which it opens here too if

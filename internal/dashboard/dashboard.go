@@ -97,7 +97,10 @@ type Options struct {
 	// the names of replicas that do not answer. Nil: there are no other replicas.
 	Views   func(ctx context.Context) (all []api.View, silent []string)
 	Reports func(ctx context.Context) (all []api.Report, silent []string)
-	Log     *slog.Logger
+	// Explanations returns the explanations of the other replicas. pod is the end of the path:
+	// /{namespace}/{pod}?operation={operation}. Nil: there are no other replicas.
+	Explanations func(ctx context.Context, pod string) (all []api.Explanation, silent []string)
+	Log          *slog.Logger
 }
 
 // Dashboard serves the state of one replica. Make it with New.

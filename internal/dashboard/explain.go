@@ -19,10 +19,29 @@ import (
 )
 
 func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error) {
+	x, err := d.explainHere(r)
+	if refused := (refusal{}); !ofAll(r) || d.Explanations == nil ||
+		errors.As(err, &refused) && refused.code == http.StatusBadRequest {
+		return x, err
+	}
+	vars := mux.Vars(r)
+	others, silent := d.Explanations(r.Context(), "/"+vars["namespace"]+"/"+vars["pod"]+"?operation="+x.Operation)
+	// Another replica may know a pod that this one does not know yet.
+	if err != nil && len(others) > 0 {
+		x, others, err = others[0], others[1:], nil
+	}
+	x = x.Join(others...)
+	x.Silent = silent
+	return x, err
+}
+
+// explainHere returns the explanation of this replica. With an error, the explanation has only the
+// operation.
+func (d *Dashboard) explainHere(r *http.Request) (x api.Explanation, err error) {
 	vars := mux.Vars(r)
 	namespace, name := vars["namespace"], vars["pod"]
 	if len(validation.IsDNS1123Label(namespace)) > 0 || len(validation.IsDNS1123Subdomain(name)) > 0 {
-		return nil, refusal{http.StatusBadRequest,
+		return x, refusal{http.StatusBadRequest,
 			fmt.Sprintf("%.100q is not a namespace and a pod's name", namespace+"/"+name)}
 	}
 	operation := admission.Delete
@@ -31,18 +50,19 @@ func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error)
 	case string(admission.Evict):
 		operation = admission.Evict
 	default:
-		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("operation %.100q is not delete or evict", said)}
+		return x, refusal{http.StatusBadRequest, fmt.Sprintf("operation %.100q is not delete or evict", said)}
 	}
+	x.Operation = string(operation)
 	ctx, cancel := context.WithTimeout(r.Context(), explainTimeout)
 	defer cancel()
 	e, err := d.Explainer.Explain(ctx, time.Now(), operation, namespace, name)
 	switch {
 	case errors.Is(err, admission.ErrNoPod):
-		return nil, refusal{http.StatusNotFound, err.Error()}
+		return x, refusal{http.StatusNotFound, err.Error()}
 	case errors.Is(err, admission.ErrCold):
-		return nil, refusal{http.StatusServiceUnavailable, err.Error()}
+		return x, refusal{http.StatusServiceUnavailable, err.Error()}
 	case err != nil:
-		return nil, err
+		return x, err
 	}
 	services := []drain.Service{}
 	for _, t := range e.Targets {
@@ -67,7 +87,7 @@ func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error)
 			d.Log.Warn("find out what routes a Service", "service", service.String(), "error", err)
 		}
 	}
-	x := explanation(e, parties, gateways, func(p drain.Acknowledger) string {
+	x = explanation(e, parties, gateways, func(p drain.Acknowledger) string {
 		return d.nodeOf(p.Name, p.ID)
 	}, covers)
 	v := d.Coordinator.View(maxDrains, maxReports)
@@ -99,7 +119,7 @@ func explanation(e admission.Explanation, parties []drain.Acknowledger, gateways
 		Namespace: e.Pod.Namespace, Pod: e.Pod.Name, UID: string(e.Pod.UID), Operation: string(e.Facts.Operation),
 		Answer: string(e.Verdict.Action), Reason: string(e.Verdict.Reason), Unroute: e.Verdict.Unroute, Queued: e.Full,
 		Services: []api.ExplainedService{}, Gates: []api.Gate{}, Uncovered: []api.Uncovered{},
-		Consumers: []api.Consumer{},
+		Consumers: []api.Consumer{}, Differs: []string{},
 	}
 	for _, t := range e.Targets {
 		x.Services = append(x.Services, api.ExplainedService{Namespace: t.Service.Namespace, Name: t.Service.Name,

@@ -1,12 +1,17 @@
 package dashboard
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/gorilla/mux"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -14,6 +19,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
 func party(id string, via drain.Via, can drain.Kind) drain.Acknowledger {
@@ -155,5 +161,57 @@ func TestExplainOverHTTP(t *testing.T) {
 		if response := get(h, api.ExplainPath+"/shop/a"); response.StatusCode != c.want {
 			t.Errorf("%v: %d", c.err, response.StatusCode)
 		}
+	}
+}
+
+// A replica that is asked for the explanation of all joins the others', and answers what they know
+// of a pod that it does not know.
+func TestExplanationOfAllReplicas(t *testing.T) {
+	w := &world{explain: admission.Explanation{Verdict: admission.Verdict{Action: admission.Drain,
+		Reason: admission.Draining}}}
+	d := newDashboard(w)
+	var asked string
+	others, silent := []api.Explanation{}, []string{"third"}
+	d.Explanations = func(_ context.Context, pod string) ([]api.Explanation, []string) {
+		asked = pod
+		return others, silent
+	}
+	explain := func(query string, code int) (x api.Explanation) {
+		t.Helper()
+		asked = ""
+		response := get(d.Handler(loopback), api.ExplainPath+"/shop/web-1"+query)
+		if response.StatusCode != code {
+			t.Fatalf("%s: %s", query, response.Status)
+		}
+		if err := json.NewDecoder(response.Body).Decode(&x); err != nil {
+			t.Fatal(err)
+		}
+		return x
+	}
+	if x := explain("?operation=evict", 200); asked != "" || x.Differs == nil || len(x.Gates) != 0 {
+		t.Errorf("of one: asked for %q, %+v", asked, x)
+	}
+	others = []api.Explanation{{Replica: "second", UID: "uid-web-1", Answer: "allow", Summary: "It would be deleted.",
+		Gates: []api.Gate{{Agent: "edge/one", Gate: "hold"}}}}
+	x := explain("?replicas=all&operation=evict", 200)
+	if asked != "/shop/web-1?operation=evict" || len(x.Gates) != 1 || !slices.Equal(x.Silent, silent) ||
+		!slices.Equal(x.Differs, []string{"second: It would be deleted."}) {
+		t.Errorf("asked for %q, %+v", asked, x)
+	}
+	w.fails = admission.ErrNoPod
+	if x := explain("?replicas=all", 200); x.Replica != "second" || asked != "/shop/web-1?operation=delete" {
+		t.Errorf("asked for %q, %+v", asked, x)
+	}
+	others = nil
+	explain("?replicas=all", 404)
+	if explain("?replicas=all&operation=x", 400); asked != "" {
+		t.Errorf("asked for %q", asked)
+	}
+	// What the other replica answers is the same.
+	w.fails = nil
+	r := mux.SetURLVars(httptest.NewRequest(http.MethodGet, wire.ExplainPath+"/shop/web-1", nil),
+		map[string]string{"namespace": "shop", "pod": "web-1"})
+	if of, err := d.Shown(r); err != nil || of.(api.Explanation).UID != "uid-web-1" {
+		t.Errorf("%+v, %v", of, err)
 	}
 }

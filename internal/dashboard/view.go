@@ -8,6 +8,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
 const (
@@ -37,13 +38,16 @@ func (d *Dashboard) latest() api.View {
 	return d.shown.View
 }
 
-// Shown returns the answer to another replica: this replica's view or, if report is set, its
-// report.
-func (d *Dashboard) Shown(report bool) any {
-	if report {
-		return d.Coordinator.Report()
+// Shown returns the answer to another replica: this replica's view, report or explanation, by the
+// path of the request.
+func (d *Dashboard) Shown(r *http.Request) (any, error) {
+	switch r.URL.Path {
+	case wire.ShownPath:
+		return d.latest(), nil
+	case wire.ReportPath:
+		return d.Coordinator.Report(), nil
 	}
-	return d.latest()
+	return d.explainHere(r)
 }
 
 // others returns the newest views of the other replicas, and the names of replicas that do not
@@ -58,7 +62,7 @@ func (d *Dashboard) others(ctx context.Context) (all []api.View, silent []string
 	return d.peers.all, d.peers.silent
 }
 
-// ofAll reports whether a request is for the joined view or report of all replicas.
+// ofAll reports whether a request is for the joined answers of all replicas.
 func ofAll(r *http.Request) bool { return r.URL.Query().Get("replicas") == "all" }
 
 // view returns the coordinator's view, with nodes and hooks of pods added, and its lists cut to the

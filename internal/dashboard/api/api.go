@@ -21,7 +21,7 @@ const (
 	// ReportPath answers with a [Report].
 	ReportPath = "/v1/report"
 	// ExplainPath ends in /{namespace}/{pod}, and may have the query operation=delete or
-	// operation=evict.
+	// operation=evict. It answers with an [Explanation].
 	ExplainPath = "/v1/explain"
 )
 
@@ -414,6 +414,11 @@ type Explanation struct {
 	Uncovered []Uncovered `json:"uncovered"`
 	// Drain is the pod's drain, if one is open on this replica.
 	Drain *Drain `json:"drain,omitempty"`
+	// Differs has the name and the summary of each replica whose answer or reason is another one.
+	// Silent are the names of the replicas that have not explained. Both are set only with
+	// replicas=all.
+	Differs []string `json:"differs"`
+	Silent  []string `json:"silent,omitempty"`
 }
 
 // ExplainedService is a Service that lists the pod. Usable is how many of its targets are usable

@@ -137,6 +137,57 @@ func (v View) Join(others ...View) View {
 	return v
 }
 
+// Join merges the explanations of other replicas into x. Replicas read the same cluster, except for
+// the most recent changes. So x counts, and Differs names the others. A gate counts as not
+// connected if one replica lacks its agent. Hooks are answered if their agent is connected to one
+// replica.
+func (x Explanation) Join(others ...Explanation) Explanation {
+	x.Differs, x.Uncovered = append([]string{}, x.Differs...), slices.Clone(x.Uncovered)
+	for _, o := range others {
+		if o.Answer != x.Answer || o.Reason != x.Reason || o.UID != x.UID {
+			x.Differs = append(x.Differs, o.Replica+": "+o.Summary)
+		}
+		if o.UID != x.UID {
+			continue
+		}
+		x.Drain = joined(x.Drain, o.Drain)
+		if x.Barrier != nil && o.Barrier != nil {
+			b := *x.Barrier
+			if !b.Connected && o.Barrier.Connected {
+				b.Agent, b.Connected = o.Barrier.Agent, true
+			}
+			b.Open = joined(b.Open, o.Barrier.Open)
+			x.Barrier = &b
+		}
+		x.Gates = Joined(func(g Gate) string { return g.Agent + " " + g.Gate }, x.Gates, o.Gates)
+		for _, u := range o.Uncovered {
+			if !slices.Contains(x.Uncovered, u) {
+				x.Uncovered = append(x.Uncovered, u)
+			}
+		}
+	}
+	if x.Barrier != nil && x.Barrier.Connected {
+		x.Uncovered = slices.DeleteFunc(x.Uncovered, func(u Uncovered) bool { return u.What == BarrierItself })
+	}
+	return x
+}
+
+// joined joins two items, of which either may be missing.
+func joined[T interface{ Join(T) T }](a, b *T) *T {
+	if a == nil || b == nil {
+		return cmp.Or(a, b)
+	}
+	return new((*a).Join(*b))
+}
+
+// Join merges the gate with the same gate on another replica: one that lacks the agent counts.
+func (g Gate) Join(other Gate) Gate {
+	if g.Connected {
+		return other
+	}
+	return g
+}
+
 // Join adds the measurements of other replicas. Each deletion is measured by one replica.
 func (r Report) Join(others ...Report) Report {
 	for _, o := range others {

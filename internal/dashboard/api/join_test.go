@@ -71,3 +71,25 @@ func TestJoin(t *testing.T) {
 		t.Errorf("reports (-want +got):\n%s", diff)
 	}
 }
+
+// A replica that knows less must not hide a gateway that another one knows.
+func TestJoinExplanations(t *testing.T) {
+	explain := func(name, reason string, open *Drain, gates ...Gate) Explanation {
+		return Explanation{Replica: name, UID: "u", Answer: "drain", Reason: reason, Summary: "It would " + reason,
+			Gates: gates, Uncovered: []Uncovered{{What: "kube-proxy"}}, Drain: open}
+	}
+	hold := func(agent string, connected bool) Gate { return Gate{Agent: agent, Gate: "hold", Connected: connected} }
+	one := explain("one", "Draining", &Drain{UID: "u", Phase: "Released"}, hold("a", true))
+	another := explain("four", "Draining", &Drain{UID: "v"}, hold("c", true)) // of an older pod of that name
+	another.UID = "v"
+	want := explain("one", "Draining", &Drain{UID: "u", Phase: "Unrouting"}, hold("a", false), hold("b", true))
+	want.Differs = []string{"three: It would Starting", "four: It would Draining"}
+	got := one.Join(explain("two", "Draining", &Drain{UID: "u", Phase: "Unrouting"}, hold("a", false), hold("b", true)),
+		explain("three", "Starting", nil), another)
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+	if !one.Gates[0].Connected || one.Drain.Phase != "Released" {
+		t.Errorf("what was joined is changed: %+v", one)
+	}
+}

@@ -732,7 +732,7 @@ $('explain-form').addEventListener('submit', async (e) => {
   const result = $('explain-result');
   const path = ['explain-namespace', 'explain-pod'].map((id) => encodeURIComponent($(id).value.trim())).join('/');
   try {
-    const response = await fetch('v1/explain/' + path + '?operation=' + $('explain-operation').value, { headers: authorization(), cache: 'no-store' });
+    const response = await fetch('v1/explain/' + path + '?replicas=all&operation=' + $('explain-operation').value, { headers: authorization(), cache: 'no-store' });
     if (!response.ok) throw new Error(await failure(response));
     result.replaceChildren(...explained(await response.json()));
   } catch (error) {
@@ -768,6 +768,8 @@ function explained(x) {
   const kind = { drain: 'calm', allow: '', deny: 'warn' }[x.answer] || '';
   const parts = [el('p', { class: 'answer' }, chip(kind, x.reason), ' ', x.summary)];
   const list = (title, items) => {
+  for (const text of x.differs || []) parts.push(el('p', { class: 'note' }, 'Another answer: ' + text));
+  if (x.silent) parts.push(el('p', { class: 'note' }, 'Not explained by ' + x.silent.join(' and ') + '.'));
     if (items.length) parts.push(el('h3', null, title), el('ul', null, ...items.map((i) => el('li', null, ...i))));
   };
   const most = 12; // of gateways: a barrier may ask hundreds of nodes
@@ -778,7 +780,7 @@ function explained(x) {
   if (b) {
     const facts = [['Hooks: ' + (b.hooks.map((h) => h.container + ' ' + h.kind).join(', ') || 'none')]];
     if (b.boundSeconds) facts.push(['They last ' + duration(b.boundSeconds) + ' at most' + (b.graceSeconds ? '; the application then has ' + duration(b.graceSeconds) : '')]);
-    if (b.node) facts.push([b.agent ? 'On ' + b.node + ' ' + b.agent + ' answers them' + (b.connected ? ', and is connected' : ', and is not connected here') : 'On ' + b.node + ' no agent answers them']);
+    if (b.node) facts.push([b.agent ? 'On ' + b.node + ' ' + b.agent + ' answers them' + (b.connected ? ', and is connected' : ', and is not connected') : 'On ' + b.node + ' no agent answers them']);
     for (const s of b.stated) facts.push([s.namespace + '/' + s.service + (s.error ? ' states a wait that cannot be read: ' + s.error : ' states a wait of ' + (s.atMost ? 'at most ' : '') + duration(s.seconds) + (s.cut ? ', which the bound cuts' : ''))]);
     if (b.open) facts.push(['It waits there now: ' + b.open.phase]);
     list('At the barrier, before SIGTERM', facts);

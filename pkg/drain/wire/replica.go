@@ -11,9 +11,10 @@ const (
 	// ReplicaPath is read with GET and answers Replica.
 	ReplicaPath = "/v1/replica"
 	// ShownPath is read with GET and answers the view that the replica shows operators, ReportPath
-	// its report.
-	ShownPath  = "/v1/shown"
-	ReportPath = "/v1/shown/report"
+	// its report. ExplainPath ends in /{namespace}/{pod}?operation=, and answers its explanation.
+	ShownPath   = "/v1/shown"
+	ReportPath  = "/v1/shown/report"
+	ExplainPath = "/v1/shown/explain"
 )
 
 // Claim is a replica's question to the opener about a deletion that the API server asked it about.
