@@ -102,6 +102,12 @@ func proxies(f *Facts, modes ...string) {
 		f.Agents = append(f.Agents, api.Agent{Gateway: "kube-proxy", GatewayMode: mode, Node: fmt.Sprint("n", i),
 			State: state})
 	}
+	f.Coordinators[0].View.Agents.GatewayModes = map[string]int{}
+	for _, a := range f.Agents {
+		if a.HasMode() {
+			f.Coordinators[0].View.Agents.GatewayModes[a.GatewayMode]++
+		}
+	}
 }
 
 // One thing at a time is wrong, and is all that is found.
@@ -200,13 +206,13 @@ func TestFindings(t *testing.T) {
 		"no kube-proxy on one node": {func(f *Facts) { proxies(f, "nftables", "absent", "nftables") },
 			[]string{"warning node n1: no rules of kube-proxy are there, and on other nodes it is in mode nftables"}},
 		"no kube-proxy on any node": {func(f *Facts) { proxies(f, "absent", "absent", "") },
-			[]string{"warning kube-proxy: none of its rules are on any node (n0, n1)"}},
+			[]string{"warning kube-proxy: none of its rules are on any of 2 nodes"}},
 		"no kube-proxy on many nodes": {func(f *Facts) {
 			proxies(f, append(slices.Repeat([]string{"absent"}, 12), "nftables")...)
-		}, []string{"warning node n0: no rules", "warning node n1: no rules", "warning node n10: no rules",
-			"warning node n11: no rules", "warning node n2: no rules", "warning node n3: no rules",
-			"warning node n4: no rules", "warning node n5: no rules", "warning node n6: no rules",
-			"warning node n7: no rules", "warning nodes: 2 more have no rules of kube-proxy"}},
+		}, []string{"warning node n0: no rules", "warning node n1: no rules", "warning node n2: no rules",
+			"warning node n3: no rules", "warning node n4: no rules", "warning node n5: no rules",
+			"warning node n6: no rules", "warning node n7: no rules", "warning node n8: no rules",
+			"warning node n9: no rules", "warning nodes: 2 more have no rules of kube-proxy"}},
 		"pods without the hook": {func(f *Facts) {
 			f.Coordinators[1].View.Barriers.MissingIn = map[string]int{"shop": 3}
 		}, []string{"warning namespace shop: 3 of its pods ask for the barrier"}},

@@ -367,3 +367,24 @@ func TestTheRunbookHasWhatThePageNames(t *testing.T) {
 		t.Errorf("docs/reasons.md (-) and the page (+): %s", diff)
 	}
 }
+
+// A gateway in a rare mode is among the agents that are listed, however many there are, and all are
+// counted.
+func TestModesOfGateways(t *testing.T) {
+	w := &world{}
+	of := func(id int, state, mode string) api.Agent {
+		return api.Agent{ID: fmt.Sprint(id), State: state, GatewayMode: mode}
+	}
+	for i := range 2 * maxAgents {
+		w.view.Agents.Items = append(w.view.Agents.Items, of(i, api.AgentConnected, "nftables"))
+	}
+	w.view.Agents.Items = append(w.view.Agents.Items, of(900, api.AgentConnected, "absent"),
+		of(901, api.AgentMissing, "nftables"), of(902, api.AgentGone, "iptables"))
+	got := newDashboard(w).latest().Agents
+	if len(got.Items) != maxAgents || got.Items[0].ID != "901" || got.Items[1].ID != "900" || got.Items[2].ID != "0" {
+		t.Errorf("%d agents: %+v", len(got.Items), got.Items[:3])
+	}
+	if diff := cmp.Diff(map[string]int{"nftables": 2*maxAgents + 1, "absent": 1}, got.GatewayModes); diff != "" {
+		t.Error(diff)
+	}
+}

@@ -1,6 +1,7 @@
 package dashboard
 
 import (
+	"cmp"
 	"context"
 	"net/http"
 	"slices"
@@ -71,7 +72,16 @@ func (d *Dashboard) view() api.View {
 	v := d.Coordinator.View(maxDrains, maxReports)
 	v.Outcomes = v.Outcomes[:min(len(v.Outcomes), maxOutcomes)]
 	d.addPods(&v.Barriers)
-	slices.SortStableFunc(v.Agents.Items, func(a, b api.Agent) int { return api.CompareAgents(a.State, b.State) })
+	modes := map[string]int{}
+	for _, a := range v.Agents.Items {
+		if a.HasMode() {
+			modes[a.GatewayMode]++
+		}
+	}
+	v.Agents.GatewayModes = modes
+	slices.SortStableFunc(v.Agents.Items, func(a, b api.Agent) int {
+		return cmp.Or(api.CompareAgents(a.State, b.State), cmp.Compare(modes[a.GatewayMode], modes[b.GatewayMode]))
+	})
 	v.Agents.Items = v.Agents.Items[:min(len(v.Agents.Items), maxAgents)]
 	for i := range v.Agents.Items {
 		v.Agents.Items[i].Node = d.nodeOf(v.Agents.Items[i].Name, drain.AgentID(v.Agents.Items[i].ID))

@@ -208,8 +208,11 @@ type Agents struct {
 	Suspended int `json:"suspended"`
 	// Known is how many agents this replica knows. Items are sorted with suspended and missing
 	// agents first, and cut to a bound.
+	// Those whose gateways are in a rare mode come before others of their state.
 	Known int     `json:"known"`
 	Items []Agent `json:"items"`
+	// GatewayModes is how many agents have found their gateway in each mode.
+	GatewayModes map[string]int `json:"gatewayModes,omitempty"`
 }
 
 // The states of an agent.
@@ -266,6 +269,11 @@ type Agent struct {
 	// the last drain that it acknowledged, counted from when the drain was sent to it.
 	RemovedSeconds float64 `json:"removedSeconds,omitempty"`
 	IdleSeconds    float64 `json:"idleSeconds,omitempty"`
+}
+
+// HasMode reports whether the agent has sent a mode of its gateway, and was not replaced since.
+func (a Agent) HasMode() bool {
+	return a.GatewayMode != "" && a.State != AgentGone && a.State != AgentLeft
 }
 
 // Outcome is the end of a drain, or a deletion that continued without the gateways'
