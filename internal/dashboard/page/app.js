@@ -235,6 +235,9 @@ function owing(v) {
   return all;
 }
 
+// atBarrier is how many pods wait at the barrier: those that were released may stop.
+function atBarrier(v) { return v.barriers.open - v.barriers.items.filter((b) => b.phase === 'Released').length; }
+
 // say fills a line with texts, elements and what ticks, if it is another than before.
 function say(id, sign, ...parts) {
   const line = $(id);
@@ -287,11 +290,11 @@ function drawVerdict(v) {
     kind = 'warn';
     text = [bad[0].namespace + '/' + bad[0].pod + ' went ', age(bad[0].at), ' ago without every acknowledgement: ' + bad[0].reason + (bad.length > 1 ? ', and ' + (bad.length - 1) + ' more' : '') + '.'];
     todo = [bad[0].silent.length ? 'Silent: ' + bad[0].silent.join(', ') + '. ' : '', 'Its requests may have been lost. See "How they ended" (' + (entries[bad[0].reason] ? 'runbook: ' + entries[bad[0].reason] : 'docs/reasons.md: ' + bad[0].reason) + ').'];
-  } else if (v.drains.open || v.barriers.open) {
+  } else if (v.drains.open || atBarrier(v)) {
     kind = 'calm';
     const parts = [];
     if (v.drains.open) parts.push(plural(v.drains.open, 'pod is', 'pods are') + ' draining');
-    if (v.barriers.open) parts.push(plural(v.barriers.open, 'pod waits', 'pods wait') + ' to stop');
+    if (atBarrier(v)) parts.push(plural(atBarrier(v), 'pod waits', 'pods wait') + ' to stop');
     text = [parts.join(', ') + ', no gateway is late.'];
   } else if (!v.agents.expected && !v.agents.items.some((a) => a.connected)) {
     kind = 'warn';
@@ -379,9 +382,9 @@ function drawTiles(v) {
   set('tile-drains', v.drains.open);
   set('tile-drains-note', v.drains.elsewhere ? 'and ' + v.drains.elsewhere + ' through other replicas' : v.replica.holds ? plural(v.replica.holds, 'call held', 'calls held') : '');
   $('tile-drains').closest('.tile').classList.toggle('notice', v.drains.open > 0);
-  const waits = v.barriers.items.filter((b) => b.phase !== 'Released').length;
-  set('tile-barriers', v.barriers.open - (v.barriers.items.length - waits));
-  set('tile-barriers-note', v.barriers.items.length > waits ? v.barriers.items.length - waits + ' may stop' : '');
+  const waits = atBarrier(v);
+  set('tile-barriers', waits);
+  set('tile-barriers-note', v.barriers.open > waits ? v.barriers.open - waits + ' may stop' : '');
   $('tile-barriers').closest('.tile').classList.toggle('notice', waits > 0);
   const owed = owing(v);
   const late = owed.filter((o) => o.late);
@@ -430,7 +433,8 @@ function reportList(d) {
 }
 
 function time(d) {
-  return el('span', null, age(d.since), d.phase === 'Released' ? '' : el('span', { class: 'sub' }, until(d.deadline, 'goes on in any case in ')), el('progress', { max: Date.parse(d.deadline) - Date.parse(d.since), value: 0, 'data-from': d.since, 'aria-label': d.pod + ': of the time until its deadline' }));
+  if (d.phase === 'Released') return age(d.since);
+  return el('span', null, age(d.since), el('span', { class: 'sub' }, until(d.deadline, 'goes on in any case in ')), el('progress', { max: Date.parse(d.deadline) - Date.parse(d.since), value: 0, 'data-from': d.since, 'aria-label': d.pod + ': of the time until its deadline' }));
 }
 
 function drawDrains(v) {
@@ -521,7 +525,7 @@ function drawHealth(v) {
       head(el('span', { class: 'ns' }, s.namespace + '/'), s.name),
       cell('State', '', el('span', null, state, s.failingOpen || s.unwell ? el('span', { class: 'sub' }, 'at ' + (s.failingOpen || s.unwell) + ' of ' + plural(s.gateways, 'gateway', 'gateways')) : '')),
       cell('Targets', '', alike ? targetCounts(s.says[0]) : 'gateways differ'),
-      cell('Says', '', list),
+      cell('Reports', '', list),
     ];
   });
   $('health-empty').hidden = services.length > 0;
@@ -664,7 +668,7 @@ function announce(v) {
   const bad = v.outcomes.filter((o) => o.abnormal);
   const newest = bad.length ? bad[0].uid + bad[0].at : '';
   if (told.bad === null) told.bad = newest;
-  const waits = v.barriers.items.filter((b) => b.phase !== 'Released').length;
+  const waits = atBarrier(v);
   const open = v.targetHealth.services.filter((s) => s.failingOpen).map((s) => s.namespace + '/' + s.name).join(', ');
   if (v.drains.open === told.drains && waits === told.barriers && newest === told.bad && open === told.open) return;
   const rest = told.at + 5000 - Date.now();
@@ -767,9 +771,9 @@ $('namespace').addEventListener('change', () => {
 function explained(x) {
   const kind = { drain: 'calm', allow: '', deny: 'warn' }[x.answer] || '';
   const parts = [el('p', { class: 'answer' }, chip(kind, x.reason), ' ', x.summary)];
-  const list = (title, items) => {
   for (const text of x.differs || []) parts.push(el('p', { class: 'note' }, 'Another answer: ' + text));
   if (x.silent) parts.push(el('p', { class: 'note' }, 'Not explained by ' + x.silent.join(' and ') + '.'));
+  const list = (title, items) => {
     if (items.length) parts.push(el('h3', null, title), el('ul', null, ...items.map((i) => el('li', null, ...i))));
   };
   const most = 12; // of gateways: a barrier may ask hundreds of nodes

@@ -428,6 +428,11 @@ func TestThePageKnowsTheTime(t *testing.T) {
 			Reports: []api.AgentReport{{Agent: "edge/haproxy-0", State: "routing", Proof: "none", Connected: true,
 				Since: now}},
 		}}
+		// One that may stop waits no longer.
+		v.Barriers.Open = 1
+		v.Barriers.Items = []api.OpenBarrier{{Namespace: "shop", Pod: "web-3", UID: "x", Phase: "Released",
+			Reason: "Acknowledged", Since: now, Deadline: now.Add(10 * time.Second), Uncovered: []string{},
+			Reports: []api.AgentReport{}}}
 	})
 	said("1 pod is draining, no gateway is late")
 	b.await("#verdict", "shop/web-2 has waited")

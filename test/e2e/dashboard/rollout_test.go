@@ -169,6 +169,62 @@ func TestARollingUpdateIsSeen(t *testing.T) {
 	}
 }
 
+// The page as it is seen most often: during ordinary rollouts, whose drains last some 100 ms, on a
+// desk and on a phone, by day and by night. Nothing is wider than the window, and axe-core finds
+// nothing wrong, while rows come and go.
+func TestAnOrdinaryRolloutIsReadable(t *testing.T) {
+	b := start(t)
+	s := open(t)
+	harness.InstallFollowing(t, s)
+	harness.Barred(t, s.Kube, "ordinary", nil)
+	shop(t, s, "ordinary", 100*time.Millisecond)
+	b.open("http://" + address + "/")
+	b.await("#connection", "Live")
+	b.axe()
+	rolling, stop := context.WithCancel(context.WithoutCancel(t.Context()))
+	done := make(chan error, 1)
+	go func() {
+		for rolling.Err() == nil {
+			if _, err := s.Restart(context.WithoutCancel(rolling), "ordinary", "web"); err != nil {
+				done <- err
+				return
+			}
+		}
+		done <- nil
+	}()
+	for _, scheme := range []string{"light", "dark"} {
+		for _, width := range []int64{1440, 400} {
+			b.look(width, scheme)
+			b.awaitThat("pods at both gates", func() bool {
+				return b.text("#drains-table") != "" && b.text("#barriers-table") != ""
+			})
+			b.picture(fmt.Sprintf("rollout-%s-%d", scheme, width), true)
+			if over := b.settled(b.overflows); over != "" {
+				t.Errorf("at %d: wider than the window: %s", width, over)
+			}
+			if wrong := b.settled(b.violations); wrong != "" {
+				t.Errorf("at %d, %s: %s", width, scheme, wrong)
+			}
+		}
+	}
+	stop()
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	var took []float64
+	for _, o := range view(t).Outcomes {
+		if o.Namespace == "ordinary" && o.Gate == "hold" && o.TookSeconds != nil {
+			took = append(took, *o.TookSeconds)
+		}
+	}
+	slices.Sort(took)
+	if len(took) == 0 {
+		t.Fatal("no pod was drained")
+	}
+	t.Logf("%d drains took %.0f ms at the median, %.0f ms at most", len(took),
+		1000*took[len(took)/2], 1000*took[len(took)-1])
+}
+
 // explain asks the page what would become of a pod.
 func explain(b *browser, namespace, pod string) {
 	b.t.Helper()
