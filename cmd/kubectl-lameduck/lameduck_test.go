@@ -174,7 +174,8 @@ func TestParse(t *testing.T) {
 		{"status -o xml", `--output "xml"`},
 		{"drains --evict", "--evict goes with explain"}, {"status --timeout 0s", "--timeout 0s"},
 		{"check --pre --strict", "check ns= pod="}, {"check -o json -n shop", "check ns=shop pod="},
-		{"check -o wide", "check has no --output wide"}, {"drains --pre", "--pre and --strict go with check"},
+		{"check -o wide", "check has no --output wide"}, {"version -o wide", "version has no --output wide"},
+		{"version", "version ns= pod="}, {"drains --pre", "--pre and --strict go with check"},
 		{"status --strict", "--pre and --strict go with check"}, {"drains -A", "drains ns= pod="},
 		{"drains -A -n shop", "--all-namespaces goes with"}, {"explain a -A", "--all-namespaces goes with"},
 		{"completion fish", "completion ns= pod="}, {"completion tcsh", "completion takes one of bash, zsh, fish"},
@@ -310,6 +311,32 @@ func TestVersion(t *testing.T) {
 	}
 	if !strings.HasPrefix(stdout.String(), "kubectl-lameduck dev, commit ") {
 		t.Errorf("said %q", &stdout)
+	}
+}
+
+// Each version is counted once, and an agent that several coordinators know is one agent.
+func TestVersions(t *testing.T) {
+	serve := func(name, version string, agents ...api.Agent) *replica {
+		return served(t, name, func(w http.ResponseWriter, _ *http.Request) {
+			_ = json.NewEncoder(w).Encode(api.View{Replica: api.Replica{Version: version},
+				Agents: api.Agents{Items: agents, Known: 5}})
+		})
+	}
+	agent := func(id, version string) api.Agent {
+		return api.Agent{ID: id, Name: "edge/" + id, Version: version, Connected: version != ""}
+	}
+	views, err := ask[api.View](t.Context(), options{timeout: 10 * time.Second}, replicas{
+		serve("one", "v1", agent("a", "v1"), agent("b", "v2"), agent("c", "")),
+		serve("two", "v1", agent("a", "v1"), agent("d", "v1")),
+		served(t, "ill", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusBadGateway) }),
+	}, api.ViewPath)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := versionList{kind("VersionList"), []component{{"kubectl-lameduck", "dev, commit unknown", 1},
+		{"coordinator", "v1", 2}, {"agent", "v1", 2}, {"agent", "v2", 1}}, 3}
+	if diff := cmp.Diff(want, versionsOf(views)); diff != "" {
+		t.Error(diff)
 	}
 }
 

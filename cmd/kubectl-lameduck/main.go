@@ -40,8 +40,11 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err != nil {
 		return fmt.Errorf("client for the API server: %w", err)
 	}
-	if o.command == "check" {
+	switch o.command {
+	case "check":
 		return diagnose(ctx, o, kube, stdout)
+	case "version":
+		return versions(ctx, o, kube, stdout, stderr)
 	}
 	all, err := find(ctx, o, kube)
 	if err != nil {

@@ -24,6 +24,7 @@ const help = `kubectl lameduck shows the state of Lameduck's coordinators.
   kubectl lameduck report [-n NS]       what deletions in mode observe would have waited for
   kubectl lameduck check [--strict]     what is wrong with the installation, and how to fix it
   kubectl lameduck check --pre          what would be in the way of one
+  kubectl lameduck version              versions of this plugin, the coordinators and the agents
   kubectl lameduck completion SHELL     how the shell completes these; bash, zsh or fish
 
 Exit codes of check: 0 all is well, 1 errors were found, 2 something could not be checked.
@@ -54,7 +55,7 @@ type options struct {
 	config   *rest.Config
 }
 
-var commands = []string{"status", "drains", "explain", "report", "check", "completion"}
+var commands = []string{"status", "drains", "explain", "report", "check", "version", "completion"}
 
 var outputs = []string{"", "wide", "json", "yaml"}
 
@@ -122,7 +123,7 @@ func parse(args []string, out io.Writer) (options, error) {
 			return bad("completion takes one of %s", strings.Join(shells, ", "))
 		}
 		return o, nil
-	case "status", "drains", "report", "check":
+	case "status", "drains", "report", "check", "version":
 	default:
 		return bad("unknown command %q: there are %s", o.command, strings.Join(commands, ", "))
 	}
@@ -139,7 +140,7 @@ func parse(args []string, out io.Writer) (options, error) {
 		return bad("--all-namespaces goes with drains, status and report, without --namespace")
 	case (o.pre || o.strict) && o.command != "check":
 		return bad("--pre and --strict go with check")
-	case o.output == "wide" && (o.command == "check" || o.command == "report"):
+	case o.output == "wide" && slices.Contains([]string{"check", "report", "version"}, o.command):
 		return bad("%s has no --output wide", o.command)
 	case o.evict && o.command != "explain":
 		return bad("--evict goes with explain")

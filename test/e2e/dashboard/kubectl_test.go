@@ -112,6 +112,10 @@ func TestKubectl(t *testing.T) {
 	contains(say("status", "-A", "-o", "yaml"), "apiVersion: lameduck.io/v1", "kind: Status",
 		"version: dev, commit unknown")
 
+	contains(say("version"), "kubectl-lameduck   1       dev, commit unknown",
+		"coordinator        1       dev, commit unknown", "agent              1       dev, commit unknown")
+	contains(say("version", "-o", "yaml"), "apiVersion: lameduck.io/v1", "kind: VersionList", "component: coordinator")
+
 	// As kubectl finds it: on the PATH.
 	t.Setenv("PATH", harness.Programs(t)+string(os.PathListSeparator)+os.Getenv("PATH"))
 	if out, err := s.Cluster.Kubectl(t.Context(), "lameduck", "status"); err != nil || !strings.Contains(out, gateway) {
