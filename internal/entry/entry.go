@@ -36,8 +36,8 @@ const (
 // return the reason.
 var ErrNotAsked = errors.New("the API server does not ask, or its call fails and is ignored. Look whether the " +
 	"namespace is excluded, at " +
-	"kubectl get validatingwebhookconfiguration lameduck -o yaml (caBundle and service.path are written by " +
-	"coordinators), at the coordinators' pods and logs, and at the API server's log")
+	"kubectl get validatingwebhookconfiguration,mutatingwebhookconfiguration lameduck -o yaml (caBundle and " +
+	"service.path are written by coordinators), at the coordinators' pods and logs, and at the API server's log")
 
 // Name returns the name of an entry.
 func Name(ordinal int) string { return fmt.Sprintf("pods-%d.lameduck.io", ordinal) }

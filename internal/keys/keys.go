@@ -52,6 +52,8 @@ const (
 	// BarrierUncovered is the annotation that names the containers without a hook.
 	BarrierUncovered = "lameduck.io/barrier-uncovered"
 
+	// WaitContainer is the name of the init container that brings the program lameduck-wait.
+	WaitContainer = "lameduck-wait"
 	// WaitPath is where node agents answer hooks. The pod's BarrierID follows.
 	WaitPath = "/v1/wait/"
 )

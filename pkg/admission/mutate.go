@@ -36,7 +36,7 @@ const (
 
 const (
 	enforceLabel  = "pod-security.kubernetes.io/enforce"
-	waitName      = "lameduck-wait" // of the init container and the volume
+	waitName      = keys.WaitContainer // and the name of the volume
 	waitDir       = "/lameduck"
 	waitProgram   = waitDir + "/lameduck-wait"
 	hostVariable  = "LAMEDUCK_HOST_IP"
