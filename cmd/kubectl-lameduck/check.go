@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/tls"
 	"crypto/x509"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -15,10 +16,12 @@ import (
 	"sync"
 	"time"
 
+	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
+	apiversion "k8s.io/apimachinery/pkg/version"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 
@@ -26,6 +29,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/cli"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/internal/entry"
+	"github.com/lameduck-io/lameduck/internal/version"
 )
 
 const (
@@ -89,11 +93,12 @@ func diagnose(ctx context.Context, o options, kube kubernetes.Interface, out io.
 // gather reads the facts that [check.Facts.Findings] judges. It returns an error only if the API
 // server does not answer. An object that it could not read becomes a finding.
 func gather(ctx context.Context, o options, kube kubernetes.Interface) (check.Facts, error) {
-	f := check.Facts{Now: time.Now(), System: o.system, Labels: o.selector}
-	ahead, err := clock(ctx, o)
+	f := check.Facts{System: o.system, Labels: o.selector, Plugin: version.Build()}
+	ahead, server, err := clock(ctx, o)
 	if err != nil {
 		return f, fmt.Errorf("ask the API server: %w", err)
 	}
+	f.Server = server
 	unread := func(object string, err error) {
 		f.Unread = append(f.Unread, check.Finding{Level: check.Unknown, Object: object, Problem: err.Error(),
 			Fix: "bind the ClusterRole and the Role lameduck-view to your user (docs/kubectl.md)"})
@@ -134,10 +139,30 @@ func gather(ctx context.Context, o options, kube kubernetes.Interface) (check.Fa
 	} else {
 		f.Nodes = nodes.Items
 	}
-	if agents, err := kube.CoreV1().Pods("").List(ctx, metav1.ListOptions{LabelSelector: nodeAgents}); err != nil {
+	if services, err := kube.CoreV1().Services("").List(ctx, metav1.ListOptions{}); err != nil {
+		unread("services", err)
+	} else {
+		f.Services = services.Items
+	}
+	if pods, err := kube.CoreV1().Pods("").List(ctx, metav1.ListOptions{}); err != nil {
 		unread("pods", err)
 	} else {
-		f.NodeAgents = agents.Items
+		f.Pods = pods.Items
+		for _, p := range f.Pods {
+			if matches(nodeAgents, p.Labels) {
+				f.NodeAgents = append(f.NodeAgents, p)
+			}
+		}
+	}
+	leases, err := kube.CoordinationV1().Leases(corev1.NamespaceNodeLease).List(ctx, metav1.ListOptions{})
+	if err != nil {
+		unread("leases", err)
+	} else {
+		f.Leases = leases.Items
+	}
+	f.Now = time.Now().Add(ahead)
+	if f.Refused, err = refused(ctx, o, kube); err != nil {
+		unread("workloads", err)
 	}
 	if proxy, err := kube.CoreV1().ConfigMaps("kube-system").Get(ctx, "kube-proxy", metav1.GetOptions{}); err == nil {
 		f.ProxyMode = check.ProxyMode(proxy)
@@ -150,21 +175,81 @@ func gather(ctx context.Context, o options, kube kubernetes.Interface) (check.Fa
 	}
 	f.Entries = slices.DeleteFunc(entries, func(e check.Entry) bool { return e.Of != check.Configuration })
 	for i := range f.Entries {
-		inspect(ctx, o, kube, f.Namespaces, all, &f.Entries[i], unread)
+		inspect(ctx, o, kube, &f, all, &f.Entries[i], unread)
 	}
 	return f, nil
 }
 
-// inspect sends a test deletion through one entry, and reads the certificate of the entry's
-// coordinator.
-func inspect(ctx context.Context, o options, kube kubernetes.Interface, namespaces []corev1.Namespace, all replicas,
-	e *check.Entry, unread func(string, error)) {
+// refused returns Lameduck's workloads whose pods the API server refuses. A Deployment has a
+// condition for that, a DaemonSet only Events.
+func refused(ctx context.Context, o options, kube kubernetes.Interface) (all []check.Refused, err error) {
+	deployments, err := kube.AppsV1().Deployments(o.system).List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return nil, err
+	}
+	for _, d := range deployments.Items {
+		for _, c := range d.Status.Conditions {
+			if matches(o.selector, d.Spec.Template.Labels) && c.Type == appsv1.DeploymentReplicaFailure &&
+				c.Status == corev1.ConditionTrue {
+				all = append(all, check.Refused{Kind: "Deployment", Namespace: d.Namespace, Name: d.Name,
+					Why: c.Message})
+			}
+		}
+	}
+	daemons, err := kube.AppsV1().DaemonSets("").List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return all, err
+	}
+	for _, d := range daemons.Items {
+		if !matches(nodeAgents, d.Spec.Template.Labels) ||
+			d.Status.CurrentNumberScheduled >= d.Status.DesiredNumberScheduled {
+			continue
+		}
+		events, err := kube.CoreV1().Events(d.Namespace).List(ctx, metav1.ListOptions{
+			FieldSelector: "reason=FailedCreate,involvedObject.kind=DaemonSet,involvedObject.name=" + d.Name})
+		if err != nil {
+			return all, err
+		}
+		if n := len(events.Items); n > 0 {
+			newest := slices.MaxFunc(events.Items, func(a, b corev1.Event) int {
+				return a.LastTimestamp.Compare(b.LastTimestamp.Time)
+			})
+			all = append(all, check.Refused{Kind: "DaemonSet", Namespace: d.Namespace, Name: d.Name,
+				Why: newest.Message})
+		}
+	}
+	return all, nil
+}
+
+// matches reports whether a label selector matches. One that cannot be parsed does not: the API
+// server has refused it before.
+func matches(selector string, of map[string]string) bool {
+	by, err := labels.Parse(selector)
+	return err == nil && by.Matches(labels.Set(of))
+}
+
+// inspect sends a test deletion, or a test creation, through one entry, and reads the certificate
+// of the entry's coordinator.
+func inspect(ctx context.Context, o options, kube kubernetes.Interface, f *check.Facts, all replicas, e *check.Entry,
+	unread func(string, error)) {
 	ordinal := -1
 	if _, err := fmt.Sscanf(e.Name, "pods-%d.", &ordinal); !e.Mutating && err == nil {
-		_, e.Silent = entry.Ask(ctx, kube, waiting(o.namespace, namespaces, e.Selector), ordinal)
+		_, e.Silent = entry.Ask(ctx, kube, cmp.Or(o.namespace, called("", f.Namespaces, e.Selector),
+			metav1.NamespaceDefault), ordinal)
 		if apierrors.IsForbidden(e.Silent) {
 			unread("pods/eviction", e.Silent)
 			e.Silent = nil
+		}
+	}
+	if in := called(o.namespace, f.Namespaces, e.Selector); e.Mutating && in != "" {
+		var err error
+		if e.Image, err = check.Hook(ctx, kube, in); errors.Is(err, entry.ErrNotAsked) {
+			e.Silent = err
+		} else if err != nil {
+			f.Unread = append(f.Unread, check.Finding{Level: check.Unknown, Object: e.String(),
+				Problem: "whether new pods get the hook: " + err.Error(),
+				Fix: "run this check as a user that may create pods there (--as), or with -n and a namespace that " +
+					"admits a pod of 50m CPU and 64Mi"})
 		}
 	}
 	e.Unserved = errors.New("it has no coordinator")
@@ -175,19 +260,23 @@ func inspect(ctx context.Context, o options, kube kubernetes.Interface, namespac
 	}
 }
 
-// waiting returns a namespace whose deletions the entry is called for: given if that is not empty,
-// otherwise default or the first one that selector matches.
-func waiting(given string, all []corev1.Namespace, selector *metav1.LabelSelector) string {
+// called returns a namespace that selector matches: given, default or the first one. Empty: it
+// matches none.
+func called(given string, all []corev1.Namespace, selector *metav1.LabelSelector) (first string) {
 	by, err := metav1.LabelSelectorAsSelector(selector)
-	i := slices.IndexFunc(all, func(n corev1.Namespace) bool { return err == nil && by.Matches(labels.Set(n.Labels)) })
-	j := slices.IndexFunc(all, func(n corev1.Namespace) bool { return n.Name == metav1.NamespaceDefault })
-	switch {
-	case given != "":
-		return given
-	case i < 0, j >= 0 && by.Matches(labels.Set(all[j].Labels)):
-		return metav1.NamespaceDefault
+	if err != nil {
+		return ""
 	}
-	return all[i].Name
+	for _, n := range all {
+		switch {
+		case n.DeletionTimestamp != nil || !by.Matches(labels.Set(n.Labels)):
+		case n.Name == given:
+			return given
+		case first == "", n.Name == metav1.NamespaceDefault:
+			first = n.Name
+		}
+	}
+	return first
 }
 
 // certificateOf returns the certificate chain that a coordinator serves for a server name. It does
@@ -225,33 +314,35 @@ func secretOf(pod *corev1.Pod) string {
 	return ""
 }
 
-// clock returns how far the API server's clock is ahead of this machine's, to within a second. It
-// returns an error if the API server does not answer.
-func clock(ctx context.Context, o options) (time.Duration, error) {
+// clock returns how far the API server's clock is ahead of this machine's, to within a second, and
+// its version, if it states one. It returns an error if the API server does not answer.
+func clock(ctx context.Context, o options) (ahead time.Duration, is apiversion.Info, err error) {
 	ctx, cancel := context.WithTimeout(ctx, o.timeout)
 	defer cancel()
 	client, err := rest.HTTPClientFor(o.config)
 	if err != nil {
-		return 0, err
+		return 0, is, err
 	}
 	base, _, err := rest.DefaultServerUrlFor(o.config)
 	if err != nil {
-		return 0, err
+		return 0, is, err
 	}
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, base.JoinPath("version").String(), nil)
 	if err != nil {
-		return 0, err
+		return 0, is, err
 	}
 	began := time.Now()
 	response, err := client.Do(request)
 	if err != nil {
-		return 0, err
+		return 0, is, err
 	}
 	defer response.Body.Close()
 	at, err := http.ParseTime(response.Header.Get("Date"))
 	if err != nil {
-		return 0, err
+		return 0, is, err
 	}
 	// The header's time is rounded down to seconds.
-	return at.Add(time.Second / 2).Sub(began.Add(time.Since(began) / 2)), nil
+	ahead = at.Add(time.Second / 2).Sub(began.Add(time.Since(began) / 2))
+	_ = json.NewDecoder(response.Body).Decode(&is) // then it stays unknown
+	return ahead, is, nil
 }

@@ -17,6 +17,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/spf13/pflag"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 )
@@ -311,6 +313,32 @@ func TestVersion(t *testing.T) {
 	}
 	if !strings.HasPrefix(stdout.String(), "kubectl-lameduck dev, commit ") {
 		t.Errorf("said %q", &stdout)
+	}
+}
+
+// An entry is asked in a namespace that it is called for, and not in one that is about to go.
+func TestCalled(t *testing.T) {
+	namespace := func(name, mode string) corev1.Namespace {
+		return corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{"mode": mode}}}
+	}
+	ends := namespace("a", "enforce")
+	ends.DeletionTimestamp = &metav1.Time{Time: t0}
+	all := []corev1.Namespace{ends, namespace("b", "enforce"), namespace("c", "enforce"), namespace("d", "off"),
+		namespace("default", "")}
+	for _, c := range []struct{ given, mode, want string }{
+		{"", "enforce", "b"}, {"c", "enforce", "c"}, {"d", "enforce", "b"}, {"a", "enforce", "b"}, {"", "none", ""},
+		{"", "", "default"}, {"c", "", "c"},
+	} {
+		selector := &metav1.LabelSelector{}
+		if c.mode != "" {
+			selector.MatchLabels = map[string]string{"mode": c.mode}
+		}
+		if got := called(c.given, all, selector); got != c.want {
+			t.Errorf("%+v: %q", c, got)
+		}
+	}
+	if got := called("", all, nil); got != "" {
+		t.Errorf("without a selector: %q", got)
 	}
 }
 

@@ -18,8 +18,11 @@ import (
 	"time"
 
 	admissionv1 "k8s.io/api/admissionregistration/v1"
+	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/version"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/utils/ptr"
 
@@ -72,6 +75,8 @@ type Entry struct {
 	Unserved error
 	// Silent is why no coordinator answered through the API server.
 	Silent error
+	// Image is the image of lameduck-wait that a mutating entry adds to pods. Empty: not known.
+	Image string
 }
 
 func (e Entry) String() string {
@@ -117,6 +122,7 @@ type Coordinator struct {
 
 // Facts are the state of an installation, as its caller has read it.
 type Facts struct {
+	// Now is the API server's time.
 	Now time.Time
 	// System is the namespace of the coordinators. Labels is the label selector of their pods.
 	// Secret is the name of the Secret with their certificate; empty: they make it themselves.
@@ -134,6 +140,16 @@ type Facts struct {
 	NodeAgents []corev1.Pod
 	// ProxyMode is kube-proxy's, as its ConfigMap says. Empty: not known.
 	ProxyMode string
+	// Plugin is the version and the commit of kubectl lameduck. Server is the API server's version.
+	Plugin string
+	Server version.Info
+	// Pods and Services are those of all namespaces.
+	Pods     []corev1.Pod
+	Services []corev1.Service
+	// Leases are those by which kubelets report that they run.
+	Leases []coordinationv1.Lease
+	// Refused are the workloads of Lameduck whose pods the API server refuses.
+	Refused []Refused
 	// Unread are the objects that could not be read, as findings. Nothing that depends on them is
 	// judged.
 	Unread []Finding
@@ -163,7 +179,12 @@ func (f Facts) Findings() []Finding {
 	add := func(l Level, object, fix, problem string, args ...any) {
 		all = append(all, Finding{l, object, fmt.Sprintf(problem, args...), fix})
 	}
+	tooOld(f.Server, add)
+	for _, r := range f.Refused {
+		add(Error, r.Kind+" "+r.Namespace+"/"+r.Name, admits(r.Namespace), "its pods are refused: %s", r.Why)
+	}
 	f.coordinators(add)
+	f.clocks(add)
 	f.entries(add)
 	f.barrier(add)
 	f.agents(add)
@@ -179,11 +200,25 @@ func worstFirst(all []Finding) []Finding {
 	return all
 }
 
+// Refused is a workload whose pods the API server refuses, and why.
+type Refused struct{ Kind, Namespace, Name, Why string }
+
+// refused reports whether a workload of that kind is among [Facts.Refused].
+func (f Facts) refused(kind string) bool {
+	return slices.ContainsFunc(f.Refused, func(r Refused) bool { return r.Kind == kind })
+}
+
+// admits returns commands that show what a namespace admits.
+func admits(namespace string) string {
+	return "kubectl -n " + namespace + " get resourcequota,limitrange; kubectl get namespace " + namespace +
+		" --show-labels"
+}
+
 type adder func(l Level, object, fix, problem string, args ...any)
 
 // coordinators judges the replicas themselves.
 func (f Facts) coordinators(add adder) {
-	if len(f.Coordinators) == 0 && f.read("pods") {
+	if len(f.Coordinators) == 0 && f.read("pods") && !f.refused("Deployment") {
 		add(Error, "namespace "+f.System, install, "no pod has the labels %s: there is no coordinator, and deletions "+
 			"continue as without Lameduck (--lameduck-namespace, --lameduck-selector)", f.Labels)
 	}
@@ -216,6 +251,12 @@ func (f Facts) coordinators(add adder) {
 	if len(all) > 1 {
 		add(Error, "coordinators", install, "they are of different versions: %s", strings.Join(all, "; "))
 	}
+	if len(all) > 0 && versions[f.Plugin] == "" {
+		add(Warning, "kubectl lameduck",
+			"make build, at the coordinators' commit, and bin/kubectl-lameduck on the PATH",
+			"it is of version %s, the coordinators of %s: it may not know what they report", f.Plugin,
+			strings.Join(all, "; "))
+	}
 	for _, a := range f.Agents {
 		if a.Version != "" && len(all) > 0 && versions[a.Version] == "" {
 			add(Error, "agent "+a.Name, "install the agent of the coordinators' version: kubectl -n "+
@@ -223,6 +264,32 @@ func (f Facts) coordinators(add adder) {
 				"it is of version %s, the coordinators of %s: they may not understand each other, and deletions then "+
 					"wait up to the deadline", a.Version, strings.Join(all, "; "))
 		}
+	}
+}
+
+// clocks judges the clocks of nodes by the times at which kubelets renewed their Leases. The clock
+// of a ready node is behind if its Lease is older than the time after which Kubernetes calls a node
+// not ready. Smaller differences in that direction do not show.
+func (f Facts) clocks(add adder) {
+	const late = 50 * time.Second
+	var apart []string
+	for _, l := range f.Leases {
+		if l.Spec.RenewTime == nil {
+			continue
+		}
+		ready := slices.ContainsFunc(f.Nodes, func(n corev1.Node) bool { return n.Name == l.Name && nodeReady(&n) })
+		switch ahead := l.Spec.RenewTime.Sub(f.Now); {
+		case ahead > skew:
+			apart = append(apart, fmt.Sprintf("%s: %s ahead", l.Name, ahead.Round(time.Second)))
+		case ready && -ahead > late+skew:
+			apart = append(apart, fmt.Sprintf("%s: %s behind", l.Name, (-ahead-late).Round(time.Second)))
+		}
+	}
+	if len(apart) > 0 {
+		add(Warning, "nodes", "timedatectl status, on these nodes and on those of the API server",
+			"the clocks of %d differ from the API server's, by the times in their Leases, and at least by so much "+
+				"(%s): pods that have just become ready are taken for older or younger than they are", len(apart),
+			some(apart))
 	}
 }
 
@@ -261,6 +328,28 @@ func (f Facts) entries(add adder) {
 		}
 		f.certificate(add, e, name, restart)
 	}
+	f.images(add)
+}
+
+// images compares the tag of the image that entries add to pods with that of the coordinators.
+func (f Facts) images(add adder) {
+	for _, e := range f.Entries {
+		for _, c := range f.Coordinators {
+			for _, of := range c.Pod.Spec.Containers {
+				if of.Name == "webhook" && tag(of.Image) != "" && tag(e.Image) != "" && tag(of.Image) != tag(e.Image) {
+					add(Warning, e.String(), f.image(), "it adds the image %s to pods, and the coordinators run %s",
+						e.Image, of.Image)
+					return
+				}
+			}
+		}
+	}
+}
+
+// image returns where the image of lameduck-wait is set.
+func (f Facts) image() string {
+	return "barrier.image and barrier.imagePullSecrets in ConfigMap " + f.System + "/lameduck-coordinator " +
+		"(barrier.waitImage and image.pullSecrets of the chart), then restart the coordinators"
 }
 
 // Host returns the name that the API server verifies in the certificate of the entry's coordinator.
@@ -341,7 +430,7 @@ func bundle(text []byte) (*x509.CertPool, error) {
 
 // barrier judges the second gate: its webhook, its hooks, and the node agents that answer them.
 func (f Facts) barrier(add adder) {
-	var with, without []string
+	var with []string
 	for _, n := range f.Namespaces {
 		switch mode := n.Labels[keys.Mode]; {
 		case mode == keys.Enforce:
@@ -350,16 +439,11 @@ func (f Facts) barrier(add adder) {
 			add(Warning, "namespace "+n.Name, "kubectl label --overwrite namespace "+n.Name+" "+keys.Mode+"=enforce",
 				"its label %s: %s says nothing (it may be enforce, observe or off): the cluster's default counts there",
 				keys.Mode, mode)
-		case !strings.HasPrefix(n.Name, "kube-") && n.Name != f.System && mode == "":
-			without = append(without, n.Name)
 		}
 	}
 	const barrier = "kubectl apply -k manifests/barrier, or barrier.enabled of the chart"
-	if len(without) > 0 {
-		add(Note, "namespaces", "kubectl label namespace "+without[0]+" "+keys.Mode+"=enforce",
-			"%d of %d do not have the label %s: enforce (%s). kube-proxy and other observed gateways are not waited "+
-				"for there", len(without), len(with)+len(without), keys.Mode, some(without))
-	}
+	f.unenforced(add)
+	f.stuck(add)
 	missing := map[string]int{}
 	for _, c := range f.Coordinators {
 		for namespace, n := range c.View.Barriers.MissingIn {
@@ -407,13 +491,74 @@ func (f Facts) barrier(add adder) {
 				"the agent of node %s is not ready: %s. Pods there stop without waiting", n.Name, Why(p))
 		}
 	}
-	if len(none) > 0 {
+	if len(none) > 0 && !f.refused("DaemonSet") {
 		fix := "kubectl -n " + agent + " describe daemonset"
 		if len(f.NodeAgents) == 0 {
 			fix = barrier
 		}
 		add(Error, "nodes", fix, "%d of %d have no agent (%s): the barrier's hooks find nothing there, and pods stop "+
 			"without waiting", len(none), len(f.Nodes), some(none))
+	}
+}
+
+// unenforced counts the pods of Services for whose deletion observed gateways are not waited for,
+// because neither they nor their namespace have the label for that.
+func (f Facts) unenforced(add adder) {
+	if !f.read("pods") || !f.read("services") {
+		return
+	}
+	selectors, modes := map[string][]labels.Selector{}, map[string]map[string]string{}
+	for _, s := range f.Services {
+		if len(s.Spec.Selector) > 0 {
+			selectors[s.Namespace] = append(selectors[s.Namespace], labels.SelectorFromSet(s.Spec.Selector))
+		}
+	}
+	for _, n := range f.Namespaces {
+		if !strings.HasPrefix(n.Name, "kube-") && n.Name != f.System {
+			modes[n.Name] = n.Labels
+		}
+	}
+	counts, total := map[string]int{}, 0
+	for _, p := range f.Pods {
+		namespace, judged := modes[p.Namespace]
+		if judged && p.DeletionTimestamp == nil && p.Status.Phase != corev1.PodSucceeded &&
+			p.Status.Phase != corev1.PodFailed &&
+			keys.ModeOf(p.Labels, namespace, keys.Off) != keys.Enforce &&
+			slices.ContainsFunc(selectors[p.Namespace], func(s labels.Selector) bool {
+				return s.Matches(labels.Set(p.Labels))
+			}) {
+			counts[p.Namespace]++
+			total++
+		}
+	}
+	if total == 0 {
+		return
+	}
+	names := slices.SortedFunc(maps.Keys(counts), func(a, b string) int {
+		return cmp.Or(cmp.Compare(counts[b], counts[a]), cmp.Compare(a, b))
+	})
+	fix := "kubectl label --overwrite namespace " + names[0] + " " + keys.Mode + "=enforce, then restart its pods"
+	for i, name := range names {
+		names[i] = fmt.Sprintf("%s: %d", name, counts[name])
+	}
+	add(Note, "pods of Services", fix, "%d are not in mode enforce (%s). kube-proxy and other observed gateways are "+
+		"not waited for when they are deleted", total, some(names))
+}
+
+// stuck finds pods that do not start because of the container that the barrier adds.
+func (f Facts) stuck(add adder) {
+	first, pods := map[string]string{}, map[string][]string{}
+	for _, p := range f.Pods {
+		for _, c := range p.Status.InitContainerStatuses {
+			if why := waits(c); c.Name == keys.WaitContainer && why != "" {
+				pods[p.Namespace] = append(pods[p.Namespace], p.Name)
+				first[p.Namespace] = cmp.Or(first[p.Namespace], c.Image+": "+why)
+			}
+		}
+	}
+	for _, namespace := range slices.Sorted(maps.Keys(pods)) {
+		add(Error, "namespace "+namespace, f.image(), "%d of its pods do not start (%s), because the container that "+
+			"the barrier adds does not: %s", len(pods[namespace]), some(pods[namespace]), first[namespace])
 	}
 }
 
@@ -491,8 +636,8 @@ func nodeReady(n *corev1.Node) bool {
 // Why returns why a pod is not ready, from its status.
 func Why(p *corev1.Pod) string {
 	for _, c := range append(slices.Clone(p.Status.InitContainerStatuses), p.Status.ContainerStatuses...) {
-		if w := c.State.Waiting; w != nil && w.Reason != "PodInitializing" && w.Reason != "ContainerCreating" {
-			return strings.TrimSuffix(fmt.Sprintf("container %s: %s: %s", c.Name, w.Reason, w.Message), ": ")
+		if why := waits(c); why != "" {
+			return "container " + c.Name + ": " + why
 		}
 	}
 	for _, c := range p.Status.Conditions {
@@ -504,6 +649,15 @@ func Why(p *corev1.Pod) string {
 		return "it is being deleted"
 	}
 	return "its phase is " + string(p.Status.Phase)
+}
+
+// waits returns why a container does not start. Empty: it runs, or starts.
+func waits(c corev1.ContainerStatus) string {
+	w := c.State.Waiting
+	if w == nil || w.Reason == "PodInitializing" || w.Reason == "ContainerCreating" {
+		return ""
+	}
+	return strings.TrimSuffix(w.Reason+": "+w.Message, ": ")
 }
 
 var mode = regexp.MustCompile(`(?m)^\s*mode:[ \t]*"?(\w*)`)

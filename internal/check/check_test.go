@@ -16,8 +16,10 @@ import (
 	"time"
 
 	admissionv1 "k8s.io/api/admissionregistration/v1"
+	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/version"
 	"k8s.io/utils/ptr"
 
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
@@ -72,17 +74,27 @@ func node(name, system string) corev1.Node {
 // well returns the facts of an installation with nothing to find.
 func well(t *testing.T) *Facts {
 	ca, chain := signed(t, now.Add(60*24*time.Hour))
-	f := &Facts{Now: now, System: "lameduck-system", Labels: "app=lameduck",
-		Nodes: []corev1.Node{node("one", "linux"), node("two", "linux"), node("three", "windows")},
+	f := &Facts{Now: now, System: "lameduck-system", Labels: "app=lameduck", Plugin: "v1",
+		Server: version.Info{Minor: "30+", GitVersion: "v1.30.1"},
+		Nodes:  []corev1.Node{node("one", "linux"), node("two", "linux"), node("three", "windows")},
 		Namespaces: []corev1.Namespace{{ObjectMeta: metav1.ObjectMeta{Name: "shop",
 			Labels: map[string]string{keys.Mode: keys.Enforce}}}, {ObjectMeta: metav1.ObjectMeta{Name: "kube-system"}}},
 		NodeAgents: []corev1.Pod{pod("node-1", "one", true), pod("old", "two", false), pod("node-2", "two", true)},
 		Coverage:   &api.Coverage{Services: 1, Whole: 1},
 		Agents:     []api.Agent{{Name: "lameduck-node/node-1", State: "connected", Version: "v1"}},
+		Services: []corev1.Service{service("shop", "web"), service("lab", "web"), service("kube-system", "web"),
+			{ObjectMeta: metav1.ObjectMeta{Namespace: "lab", Name: "without-selector"}}},
+		Pods: []corev1.Pod{of("shop", "web", ""), of("kube-system", "web", ""), of("lameduck-system", "web", "")},
+		Leases: []coordinationv1.Lease{lease("one", -49*time.Second), lease("two", 4*time.Second),
+			lease("deleted", -time.Hour), {ObjectMeta: metav1.ObjectMeta{Name: "three"}}},
 	}
+	f.Pods[0].Status.InitContainerStatuses = []corev1.ContainerStatus{{Name: keys.WaitContainer,
+		State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "PodInitializing"}}}}
 	for i, on := range []string{"one", "two"} {
 		f.Coordinators = append(f.Coordinators, Coordinator{Pod: pod(fmt.Sprint("webhook-", i), on, true),
 			View: api.View{Replica: api.Replica{Version: "v1"}}})
+		f.Coordinators[i].Pod.Spec.Containers = []corev1.Container{{Name: "webhook", Image: "lameduck/webhook:v1"},
+			{Name: "proxy", Image: "proxy:v9"}}
 		f.Entries = append(f.Entries, Entry{Of: Configuration, Name: fmt.Sprintf("pods-%d.lameduck.io", i),
 			Chain: chain, Policy: ptr.To(admissionv1.Ignore), Timeout: ptr.To[int32](4),
 			Client: admissionv1.WebhookClientConfig{CABundle: ca, Service: &admissionv1.ServiceReference{
@@ -90,7 +102,8 @@ func well(t *testing.T) *Facts {
 				Path: ptr.To("/v1/admit/s3cret")}}})
 	}
 	f.Entries = append(f.Entries, Entry{Mutating: true, Of: Configuration, Name: "namespaces.barrier.lameduck.io",
-		Chain: chain, Policy: ptr.To(admissionv1.Ignore), Client: f.Entries[0].Client})
+		Chain: chain, Policy: ptr.To(admissionv1.Ignore), Client: f.Entries[0].Client,
+		Image: "mirror.example.com:5000/lameduck-wait:v1@sha256:0123"})
 	return f
 }
 
@@ -108,6 +121,27 @@ func proxies(f *Facts, modes ...string) {
 			f.Coordinators[0].View.Agents.GatewayModes[a.GatewayMode]++
 		}
 	}
+}
+
+func service(namespace, app string) corev1.Service {
+	return corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: app},
+		Spec: corev1.ServiceSpec{Selector: map[string]string{"app": app}}}
+}
+
+// of returns a pod of an app. mode is its label, empty: it has none.
+func of(namespace, app, mode string) corev1.Pod {
+	p := corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: app + "-1",
+		Labels: map[string]string{"app": app}}}
+	if mode != "" {
+		p.Labels[keys.Mode] = mode
+	}
+	return p
+}
+
+// lease returns the Lease of a node whose clock was ahead by so much when it renewed it.
+func lease(node string, ahead time.Duration) coordinationv1.Lease {
+	return coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Name: node},
+		Spec: coordinationv1.LeaseSpec{RenewTime: ptr.To(metav1.NewMicroTime(now.Add(ahead)))}}
 }
 
 // One thing at a time is wrong, and is all that is found.
@@ -174,7 +208,7 @@ func TestFindings(t *testing.T) {
 			f.Entries[0].Client = admissionv1.WebhookClientConfig{CABundle: f.Entries[0].Client.CABundle,
 				URL: ptr.To("https://10.0.0.1:9443/v1/admit/s3cret")}
 		}, []string{entry0 + "cannot validate certificate for 10.0.0.1"}},
-		"expired": {func(f *Facts) { f.Now = now.Add(61 * 24 * time.Hour) },
+		"expired": {func(f *Facts) { f.Now, f.Leases = now.Add(61*24*time.Hour), nil },
 			[]string{entry0 + "certificate has expired", "error ValidatingWebhookConfiguration lameduck, " +
 				"pods-1.lameduck.io: expired", "error MutatingWebhookConfiguration lameduck, " +
 				"namespaces.barrier.lameduck.io: expired"}},
@@ -188,9 +222,56 @@ func TestFindings(t *testing.T) {
 		}, []string{"unknown ValidatingWebhookConfiguration lameduck, pods-0.lameduck.io: was not seen: no route"}},
 		"no barrier anywhere": {func(f *Facts) {
 			f.Entries, f.NodeAgents, f.Namespaces[0].Labels = f.Entries[:2], nil, nil
-		}, []string{"note namespaces: 1 of 1 do not have the label lameduck.io/mode: enforce (shop)"}},
+		}, []string{"note pods of Services: 1 are not in mode enforce (shop: 1)"}},
+		"pods without a mode": {func(f *Facts) {
+			f.Namespaces = append(f.Namespaces, corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "lab"}},
+				corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "lameduck-system"}})
+			done, deleted := of("lab", "web", ""), of("lab", "web", "")
+			done.Status.Phase, deleted.DeletionTimestamp = corev1.PodSucceeded, ptr.To(metav1.NewTime(now))
+			f.Pods = append(f.Pods, of("lab", "web", keys.Enforce), of("lab", "web", ""), of("lab", "web", keys.Off),
+				of("lab", "of-no-service", ""), of("shop", "web", keys.Observe), done, deleted)
+		}, []string{"note pods of Services: 3 are not in mode enforce (lab: 2, shop: 1)"}},
+		"pods whose Services are not known": {func(f *Facts) {
+			f.Namespaces[0].Labels, f.Entries, f.NodeAgents = nil, f.Entries[:2], nil
+			f.Unread = []Finding{{Unknown, "services", "forbidden", "ask"}}
+		}, []string{"unknown services: forbidden"}},
+		"lameduck-wait cannot be pulled": {func(f *Facts) {
+			f.Pods[0].Status.InitContainerStatuses[0].Image = "lameduck/lameduck-wait:v1"
+			*f.Pods[0].Status.InitContainerStatuses[0].State.Waiting = corev1.ContainerStateWaiting{
+				Reason: "ErrImagePull", Message: "no such image"}
+		}, []string{"error namespace shop: 1 of its pods do not start (web-1), because the container that the " +
+			"barrier adds does not: lameduck/lameduck-wait:v1: ErrImagePull: no such image"}},
+		"another init container cannot be pulled": {func(f *Facts) {
+			f.Pods[0].Status.InitContainerStatuses[0].Name = "own"
+			f.Pods[0].Status.InitContainerStatuses[0].State.Waiting.Reason = "ErrImagePull"
+		}, nil},
+		"lameduck-wait of another version": {func(f *Facts) { f.Entries[2].Image = "lameduck/lameduck-wait:v2" },
+			[]string{"warning MutatingWebhookConfiguration lameduck, namespaces.barrier.lameduck.io: it adds the " +
+				"image lameduck/lameduck-wait:v2 to pods, and the coordinators run lameduck/webhook:v1"}},
+		"lameduck-wait by its digest alone": {func(f *Facts) { f.Entries[2].Image = "lameduck/wait@sha256:0123" }, nil},
+		"no hook": {func(f *Facts) { f.Entries[2].Silent = errors.New("not asked") },
+			[]string{"error MutatingWebhookConfiguration lameduck, namespaces.barrier.lameduck.io: not asked"}},
+		"pods of coordinators are refused": {func(f *Facts) {
+			f.Coordinators = nil
+			f.Refused = []Refused{{"Deployment", "lameduck-system", "lameduck-webhook-0", "exceeded quota"}}
+		}, []string{"error Deployment lameduck-system/lameduck-webhook-0: its pods are refused: exceeded quota"}},
+		"pods of node agents are refused": {func(f *Facts) {
+			f.NodeAgents = nil
+			f.Refused = []Refused{{"DaemonSet", "lameduck-node", "lameduck-node", "exceeded quota"}}
+		}, []string{"error DaemonSet lameduck-node/lameduck-node: its pods are refused: exceeded quota"}},
+		"an old API server": {func(f *Facts) { f.Server = version.Info{Minor: "29", GitVersion: "v1.29.3"} },
+			[]string{"error API server: its version is v1.29.3"}},
+		"an API server of an unknown version": {func(f *Facts) { f.Server = version.Info{} },
+			[]string{"unknown API server: it does not state its version"}},
+		"a plugin of another version": {func(f *Facts) { f.Plugin = "v2" },
+			[]string{"warning kubectl lameduck: it is of version v2, the coordinators of v1"}},
+		"clocks of nodes": {func(f *Facts) {
+			f.Leases[0], f.Leases[1] = lease("one", -time.Minute), lease("two", 8*time.Second)
+		}, []string{"warning nodes: the clocks of 2 differ from the API server's, by the times in their Leases, " +
+			"and at least by so much (one: 10s behind, two: 8s ahead)"}},
 		"a mode that says nothing": {func(f *Facts) { f.Namespaces[0].Labels[keys.Mode] = "enabled" },
-			[]string{"warning namespace shop: lameduck.io/mode: enabled says nothing"}},
+			[]string{"warning namespace shop: lameduck.io/mode: enabled says nothing",
+				"note pods of Services: 1 are not in mode enforce"}},
 		"no mutating webhook": {func(f *Facts) { f.Entries = f.Entries[:2] },
 			[]string{"error MutatingWebhookConfiguration lameduck: new pods of shop get no hook"}},
 		"no node agents": {func(f *Facts) { f.NodeAgents = nil },

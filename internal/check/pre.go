@@ -11,8 +11,8 @@ import (
 	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/version"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/utils/ptr"
 )
@@ -39,14 +39,11 @@ func Pre(ctx context.Context, kube kubernetes.Interface, system string) ([]Findi
 	add := func(l Level, object, fix, problem string, args ...any) {
 		all = append(all, Finding{l, object, fmt.Sprintf(problem, args...), fix})
 	}
-	version, err := kube.Discovery().ServerVersion()
+	server, err := kube.Discovery().ServerVersion()
 	if err != nil {
 		return nil, fmt.Errorf("ask the API server for its version: %w", err)
 	}
-	if minor, err := strconv.Atoi(strings.TrimRight(version.Minor, "+")); err != nil || minor < leastMinor {
-		add(Error, "API server", fmt.Sprintf("upgrade to 1.%d or later", leastMinor),
-			"its version is %s, and the webhook configurations need matchConditions", version.GitVersion)
-	}
+	tooOld(*server, add)
 	for _, of := range installed {
 		review, err := kube.AuthorizationV1().SelfSubjectAccessReviews().Create(ctx,
 			&authorizationv1.SelfSubjectAccessReview{Spec: authorizationv1.SelfSubjectAccessReviewSpec{
@@ -74,6 +71,18 @@ func Pre(ctx context.Context, kube kubernetes.Interface, system string) ([]Findi
 	add(Note, "images", "kubectl -n "+system+" get events, after the installation",
 		"whether nodes can pull them is known only when one tries")
 	return worstFirst(all), nil
+}
+
+// tooOld judges the version of the API server.
+func tooOld(is version.Info, add adder) {
+	minor, err := strconv.Atoi(strings.TrimRight(is.Minor, "+"))
+	switch {
+	case is.GitVersion == "":
+		add(Unknown, "API server", "kubectl get --raw /version", "it does not state its version")
+	case err != nil || minor < leastMinor:
+		add(Error, "API server", fmt.Sprintf("upgrade to 1.%d or later", leastMinor),
+			"its version is %s, and the webhook configurations need matchConditions", is.GitVersion)
+	}
 }
 
 // preWebhooks finds webhooks of other software that the API server calls for deletions of pods.
@@ -116,28 +125,24 @@ func prePods(ctx context.Context, kube kubernetes.Interface, namespace string, n
 			"it does not exist yet: whether quotas, Pod Security and policies allow its pods is not known")
 		return
 	}
-	pod := &corev1.Pod{
-		ObjectMeta: metav1.ObjectMeta{GenerateName: "lameduck-check-"},
-		Spec: corev1.PodSpec{HostNetwork: node, Containers: []corev1.Container{{
-			Name: "check", Image: "lameduck/check",
-			// A ResourceQuota may require requests.
-			Resources: corev1.ResourceRequirements{Requests: corev1.ResourceList{
-				corev1.ResourceCPU: resource.MustParse("50m"), corev1.ResourceMemory: resource.MustParse("64Mi")}},
-			SecurityContext: &corev1.SecurityContext{AllowPrivilegeEscalation: ptr.To(false),
-				ReadOnlyRootFilesystem: ptr.To(true), RunAsNonRoot: ptr.To(!node),
-				SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault},
-				Capabilities:   &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}}},
-		}}},
-	}
+	asked := testPod()
+	asked.Spec.PriorityClassName = "system-cluster-critical"
 	if node {
-		pod.Spec.Containers[0].SecurityContext.Capabilities.Add = []corev1.Capability{"NET_ADMIN"}
+		asked.Spec.PriorityClassName, asked.Spec.HostNetwork = "system-node-critical", true
+		may := asked.Spec.Containers[0].SecurityContext
+		may.RunAsNonRoot, may.Capabilities.Add = nil, []corev1.Capability{"NET_ADMIN"}
 	}
 	if err == nil {
-		_, err = kube.CoreV1().Pods(namespace).Create(ctx, pod,
-			metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
+		_, err = kube.CoreV1().Pods(namespace).Create(ctx, asked, dryRun)
+	}
+	if err != nil && strings.Contains(err.Error(), "insufficient quota to match these scopes") {
+		add(Note, "namespace "+namespace, "none is needed: the manifests and the chart create ResourceQuota "+
+			"lameduck-priority there", "it has no ResourceQuota for priority class %s, which this cluster requires: %v",
+			asked.Spec.PriorityClassName, err)
+		asked.Spec.PriorityClassName = ""
+		_, err = kube.CoreV1().Pods(namespace).Create(ctx, asked, dryRun)
 	}
 	if err != nil {
-		add(Error, "namespace "+namespace, "kubectl -n "+namespace+" get resourcequota,limitrange; kubectl get "+
-			"namespace "+namespace+" --show-labels", "it refuses a pod like Lameduck's: %v", err)
+		add(Error, "namespace "+namespace, admits(namespace), "it refuses a pod like Lameduck's: %v", err)
 	}
 }

@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -88,7 +90,11 @@ func TestCheck(t *testing.T) {
 	const (
 		validating = "ValidatingWebhookConfiguration lameduck"
 		first      = validating + ", pods-0.lameduck.io"
+		barrier    = "MutatingWebhookConfiguration lameduck, pods.barrier.lameduck.io"
 	)
+	if pods, err := s.Pods(t.Context(), metav1.NamespaceDefault, "lameduck.io/mode"); err != nil || len(pods) > 0 {
+		t.Errorf("the pod that is created as a dry run is there: %v, %v", pods, err)
+	}
 	scale := func(t *testing.T, namespace, name string, n int) {
 		t.Helper()
 		if out, err := s.Cluster.Kubectl(t.Context(), "-n", namespace, "scale", "deployment", name,
@@ -136,7 +142,16 @@ func TestCheck(t *testing.T) {
 			metav1.PatchOptions{}); err != nil {
 			t.Fatal(err)
 		}
+		if patch, err = json.Marshal([]map[string]any{{"op": "replace", "path": "/webhooks/1/clientConfig/caBundle",
+			"value": ca.PEM()}}); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := s.Kube.AdmissionregistrationV1().MutatingWebhookConfigurations().Patch(t.Context(), "lameduck",
+			types.JSONPatchType, patch, metav1.PatchOptions{}); err != nil {
+			t.Fatal(err)
+		}
 		awaitCheck(t, admin, 1, []found{
+			{"error", barrier, "new pods in namespace default do not get the hook", "kubectl -n lameduck-system logs"},
 			{"error", first, "the API server does not accept the coordinator's certificate", "rollout restart"},
 			{"error", first, "the API server does not ask, or its call fails", "kubectl -n lameduck-system logs"},
 		})
@@ -151,7 +166,27 @@ func TestCheck(t *testing.T) {
 		awaitCheck(t, admin, 1, []found{
 			{"error", "namespace lameduck-system", "there is no coordinator", "manifests/base"},
 			{"error", first, "deletions in namespace default do not wait", "kubectl"},
+			{"error", barrier, "new pods in namespace default do not get the hook", "kubectl"},
 		})
+		if err := s.Apply(t.Context(), fmt.Sprintf(quota, stage.System)); err != nil {
+			t.Fatal(err)
+		}
+		if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment", "lameduck-webhook-0",
+			"--replicas=1"); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+		awaitCheck(t, admin, 1, []found{{"error", "Deployment lameduck-system/lameduck-webhook-0",
+			"exceeded quota: none", "get resourcequota"}})
+		if all, _ := checks(t, admin); slices.ContainsFunc(all, func(f found) bool {
+			return f.Object == "namespace lameduck-system"
+		}) {
+			t.Errorf("it does not know why there is no coordinator: %+v", all)
+		}
+		if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "delete", "resourcequota",
+			"none"); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+		scale(t, stage.System, "lameduck-webhook-0", 0)
 		scale(t, stage.System, "lameduck-webhook-0", 1)
 	})
 	t.Run("a coordinator that hangs", func(t *testing.T) {
@@ -179,8 +214,7 @@ func TestCheck(t *testing.T) {
 		if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 2}); err != nil {
 			t.Fatal(err)
 		}
-		awaitCheck(t, admin, 0, []found{{"note", "namespaces", "do not have the label lameduck.io/mode: enforce",
-			"kubectl label namespace"}})
+		awaitCheck(t, admin, 0, []found{{"note", "pods of Services", ns + ": 2", "kubectl label --overwrite"}})
 		if out, err := s.Cluster.Kubectl(t.Context(), "label", "namespace", ns,
 			"lameduck.io/mode=enforce"); err != nil {
 			t.Fatalf("%v: %s", err, out)
@@ -199,6 +233,56 @@ spec:
 			{"warning", "Service " + ns + "/web", `no gateway of its class "nginx" is declared`, "docs/coverage.md"},
 			{"warning", "namespace " + ns, "2 of its pods ask for the barrier", "-n " + ns + " rollout restart"},
 		})
+		if all, _ := checks(t, admin); slices.ContainsFunc(all, func(f found) bool {
+			return f.Level == "note" && strings.Contains(f.Problem, ns)
+		}) {
+			t.Errorf("pods in mode enforce are counted: %+v", all)
+		}
+		if err := s.Apply(t.Context(), fmt.Sprintf(quota, ns)); err != nil {
+			t.Fatal(err)
+		}
+		awaitCheck(t, admin, 2, []found{{"unknown",
+			"MutatingWebhookConfiguration lameduck, namespaces.barrier.lameduck.io", "exceeded quota: none", "-n"}},
+			"-n", ns)
+		if out, err := s.Cluster.Kubectl(t.Context(), "-n", ns, "delete", "resourcequota", "none"); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+		well(t)
+	})
+	t.Run("a pod whose image of lameduck-wait is not pulled", func(t *testing.T) {
+		ns := harness.Barred(t, s.Kube, "unpulled",
+			map[string]string{"pod-security.kubernetes.io/enforce": "restricted"})
+		pods := s.Kube.CoreV1().Pods(ns)
+		pod, err := pods.Create(t.Context(), harness.StrictPod("waits"), metav1.CreateOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		// No kubelet pulls images here.
+		pod.Status.InitContainerStatuses = []corev1.ContainerStatus{{Name: pod.Spec.InitContainers[0].Name,
+			Image: pod.Spec.InitContainers[0].Image, State: corev1.ContainerState{
+				Waiting: &corev1.ContainerStateWaiting{Reason: "ImagePullBackOff", Message: "Back-off"}}}}
+		if _, err := pods.UpdateStatus(t.Context(), pod, metav1.UpdateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		awaitCheck(t, admin, 1, []found{{"error", "namespace " + ns, "1 of its pods do not start (waits), because " +
+			"the container that the barrier adds does not: lameduck/lameduck-wait:dev: ImagePullBackOff: Back-off",
+			"barrier.image"}})
+		if err := pods.Delete(t.Context(), "waits", *metav1.NewDeleteOptions(0)); err != nil {
+			t.Fatal(err)
+		}
+		well(t)
+	})
+	t.Run("the clock of a node", func(t *testing.T) {
+		leases := s.Kube.CoordinationV1().Leases(corev1.NamespaceNodeLease)
+		if _, err := leases.Create(t.Context(), &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Name: "ahead"},
+			Spec: coordinationv1.LeaseSpec{RenewTime: &metav1.MicroTime{Time: time.Now().Add(time.Hour)}}},
+			metav1.CreateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		awaitCheck(t, admin, 0, []found{{"warning", "nodes", "(ahead: 59m", "timedatectl"}})
+		if err := leases.Delete(t.Context(), "ahead", metav1.DeleteOptions{}); err != nil {
+			t.Fatal(err)
+		}
 	})
 	t.Run("an agent of another version", func(t *testing.T) {
 		bin := t.TempDir()
@@ -250,12 +334,42 @@ spec:
 			metav1.CreateOptions{}); err != nil {
 			t.Fatal(err)
 		}
+		// All that it lacks is the right to create a pod, as a dry run.
+		awaitCheck(t, path, 2, []found{{"unknown", barrier, `User "checker" cannot create resource "pods"`, "--as"}})
+		all, _ := checks(t, path)
+		for _, f := range all {
+			if f.Level == "unknown" && !strings.Contains(f.Problem, `cannot create resource "pods"`) {
+				t.Errorf("%+v", f)
+			}
+		}
+		if err := s.Apply(t.Context(), `
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRole
+metadata: {name: creator}
+rules: [{apiGroups: [""], resources: [pods], verbs: [create]}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: creator}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: creator}
+subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: checker}]
+`); err != nil {
+			t.Fatal(err)
+		}
 		awaitCheck(t, path, 0, nil)
 	})
 	if _, code := checks(t, admin, "--server=https://127.0.0.1:1"); code != 2 {
 		t.Errorf("an API server that is away: exit code %d", code)
 	}
 }
+
+// quota admits no pod.
+const quota = `
+apiVersion: v1
+kind: ResourceQuota
+metadata: {name: none, namespace: %s}
+spec: {hard: {pods: "0"}}
+`
 
 // Before an installation it is said what would be in its way, by the API server's own admission.
 func TestCheckBeforeAnInstallation(t *testing.T) {
@@ -283,7 +397,11 @@ webhooks:
 apiVersion: v1
 kind: ResourceQuota
 metadata: {name: none, namespace: %s}
-spec: {hard: {pods: "0"}}
+spec:
+  hard: {pods: "0"}
+  # Nothing else would show that the pod has the class of the coordinators.
+  scopeSelector:
+    matchExpressions: [{scopeName: PriorityClass, operator: In, values: [system-cluster-critical]}]
 `, ns)); err != nil {
 		t.Fatal(err)
 	}

@@ -2,9 +2,11 @@ package install
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -308,7 +310,16 @@ func TestClustersTakeTheChart(t *testing.T) {
 				}
 				harness.Namespace(t, kube, ns, map[string]string{"pod-security.kubernetes.io/enforce": level})
 			}
+			findings := func(args ...string) string {
+				out, _ := exec.CommandContext(t.Context(), filepath.Join(harness.Programs(t), "kubectl-lameduck"),
+					append(args, "check", "--kubeconfig", c.Kubeconfig(), "--lameduck-namespace", ns)...).Output()
+				return string(out)
+			}
 			if i == 0 || i == 1 {
+				if out := findings("--pre"); i == 0 && !strings.Contains(out, "note     namespace "+ns+
+					"\n         it has no ResourceQuota for priority class system-cluster-critical") {
+					t.Errorf("check --pre: %s", out)
+				}
 				// Without the chart's quotas the classes of the system are refused: in the first
 				// set's namespace, and in that of the second set's node agents.
 				apply(t, all, "ResourceQuota")
@@ -329,6 +340,15 @@ func TestClustersTakeTheChart(t *testing.T) {
 				if made(all) == nil {
 					t.Error("there are pods without a quota")
 				}
+				of := []string{"Deployment " + ns + "/lameduck-webhook-0", "DaemonSet lameduck-node/lameduck-node"}[i]
+				harness.Await(t, time.Minute, "check names the quota", func() error {
+					if out := findings(); !strings.Contains(out, "error    "+of+"\n         its pods are refused: ") ||
+						!strings.Contains(out, "insufficient quota to match these scopes") ||
+						strings.Contains(out, "there is no coordinator") || strings.Contains(out, "have no agent") {
+						return errors.New(out)
+					}
+					return nil
+				})
 			}
 			apply(t, all, "")
 			harness.Await(t, time.Minute, "there is a pod of each", func() error { return made(all) })
