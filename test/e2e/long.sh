@@ -49,6 +49,16 @@ part chart LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h ./chart
 part upstream ONLY= LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 3h -run '^TestUpstream$' ./nodes
 part chaos SEED=1 MINUTES=10 LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 40m -run '^TestChaos$' ./nodes
 part pace LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 30m -run '^TestPace$' ./nodes
+for version in v1.30.14 v1.31.14 v1.32.13 v1.33.13 v1.34.4 v1.35.4 v1.37.2; do # the last one of each minor
+	name=kubernetes-${version#v}
+	[[ $name =~ ${PARTS:-} ]] || continue
+	if source=$(../cluster/kubernetes/version.sh $version) &&
+		(cd ../cluster && LAMEDUCK_CLUSTER_SRC=$source go run ./cmd/kubernetes-build); then
+		part "$name" LAMEDUCK_CLUSTER_SRC="$source" -count=1 -timeout 30m ./apiserver
+	else
+		summary+="  $name  FAILED: it was not built"$'\n' failed="$failed $name"
+	fi
+done
 part table LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h -run '^TestTable$' ./witness
 part scale LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h -run '^TestScale$' ./scale
 part soak LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 4h -run '^TestSoak$' ./soak

@@ -6,6 +6,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
+	"os/exec"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -20,20 +22,22 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// What Lameduck costs, each as a row with its goal: what its agents use of a core, how much longer
-// a deletion takes that concerns no gateway, how much longer a rolling update behind a directed
-// gateway, and for how long the barrier delays SIGTERM.
+// What Lameduck costs, each as a row with its goal: what its agents use of a core and of memory, how
+// much longer a deletion takes that concerns no gateway, how much longer a rolling update behind a
+// directed gateway or in mode observe, and for how long the barrier delays SIGTERM.
 func TestPace(t *testing.T) {
 	l := newLab(t, 3, machine.Options{})
 	l.namespace(t, "unprotected", map[string]string{"lameduck.io/mode": "off"})
 	l.namespace(t, held, nil) // without the label pods get no hook
+	l.namespace(t, watched, map[string]string{"lameduck.io/mode": "observe"})
 	l.namespace(t, "lameduck", map[string]string{"lameduck.io/mode": "enforce"})
-	l.addGateway(t, []string{"unprotected", held})
+	l.addGateway(t, []string{"unprotected", held, watched})
 	l.addWebhooks(t)
 	t.Run("Idle", l.paceIdle)
 	t.Run("Unrouted", l.paceUnrouted)
-	t.Run("Directed", l.paceDirected)
+	t.Run("HAProxy", l.paceHAProxy)
 	t.Run("Many", l.paceMany)
+	t.Run("Memory", l.paceMemory)
 	for _, period := range []time.Duration{time.Second, 100 * time.Millisecond} {
 		t.Run("Barrier "+period.String(), func(t *testing.T) { l.paceBarrier(t, period) })
 	}
@@ -72,6 +76,21 @@ func (l *lab) paceIdle(t *testing.T) {
 		fmt.Sprintf("%% of a core, the node agent that used most of %d, in %s", len(l.Set.Machines), window))
 }
 
+// paceMemory is of agents that have seen the rolling updates before.
+func (l *lab) paceMemory(t *testing.T) {
+	var most float64
+	for _, m := range l.Set.Machines {
+		var one float64
+		text := l.metrics(t, m.Name, "process_resident_memory_bytes")
+		if _, err := fmt.Sscanf(text, "process_resident_memory_bytes %g", &one); err != nil {
+			t.Fatal(err)
+		}
+		most = max(most, one)
+	}
+	harness.Goal(t, "agent/memory", most/(1<<20), 64, fmt.Sprintf("MiB resident, the node agent that used most of %d, "+
+		"after a rolling update of 100 pods", len(l.Set.Machines)))
+}
+
 // paceUnrouted is of pods that no kubelet runs, each beside one in a namespace for which the API
 // server calls no webhook.
 func (l *lab) paceUnrouted(t *testing.T) {
@@ -101,13 +120,17 @@ func (l *lab) paceUnrouted(t *testing.T) {
 			"and %.1f", many, with[p99], without[p99], with[p50], without[p50]))
 }
 
-// paceDirected is of rolling updates behind HAProxy alone, without hooks.
-func (l *lab) paceDirected(t *testing.T) {
+// watched is a namespace where nothing waits.
+const watched = "watched"
+
+// paceHAProxy is of rolling updates behind HAProxy without hooks: unprotected, held, and in mode
+// observe. There, HAProxy's agent and the node agents measure each deletion.
+func (l *lab) paceHAProxy(t *testing.T) {
 	const rounds = 5
 	haproxy := l.gatewayAddress(t)
 	seconds := map[string][]float64{}
 	for range rounds {
-		for i, namespace := range []string{"unprotected", held} {
+		for i, namespace := range []string{"unprotected", held, watched} {
 			m := mode{namespace, work{Namespace: namespace, Kind: "Deployment", Replicas: 6}, nil}
 			via := route{gateway: "haproxy", gate: "hold",
 				start: func(t *testing.T, _, app string, how traffic) *clients {
@@ -125,9 +148,36 @@ func (l *lab) paceDirected(t *testing.T) {
 			l.deploy(t, m.work.with("Deployment", 0))
 		}
 	}
-	with, without := middle(seconds[held]), middle(seconds["unprotected"])
-	harness.Goal(t, "rollout/directed", with/without, 1.05, fmt.Sprintf("medians of %d rolling updates of 6 pods "+
-		"behind HAProxy, until the last old pod is deleted: %.2f s by %.2f s unprotected", 2*rounds, with, without))
+	without := middle(seconds["unprotected"])
+	for row, namespace := range map[string]string{"directed": held, "observe": watched} {
+		with := middle(seconds[namespace])
+		harness.Goal(t, "rollout/"+row, with/without, 1.05, fmt.Sprintf("medians of %d rolling updates of 6 pods "+
+			"behind HAProxy, until the last old pod is deleted: %.2f s by %.2f s unprotected", 2*rounds, with, without))
+	}
+	var report struct {
+		Items []struct {
+			Namespace                       string
+			Deletions, InFlight, Unmeasured int
+			WaitSeconds                     []float64
+		}
+	}
+	cmd := exec.CommandContext(t.Context(), filepath.Join(harness.Programs(t), "kubectl-lameduck"), "report",
+		"--kubeconfig="+l.Kubeconfig(), "-n", watched, "-o", "json")
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatalf("%s: %v", cmd, err)
+	}
+	if err := json.Unmarshal(out, &report); err != nil || len(report.Items) != 1 {
+		t.Fatalf("report: %v: %s", err, out)
+	}
+	// Each round deletes the old pods, and then those that replaced them.
+	is, want := report.Items[0], 2*rounds*6*len(apps)
+	t.Logf("in mode observe %d deletions were measured, %d more could not be, %d had requests or connections in "+
+		"flight; with enforcement they would have waited %.2f s at the median", is.Deletions, is.Unmeasured, is.InFlight,
+		middle(is.WaitSeconds))
+	if is.Deletions+is.Unmeasured != want || is.Deletions < want*9/10 || middle(is.WaitSeconds) == 0 {
+		t.Errorf("report: %+v, want %d deletions", is, want)
+	}
 }
 
 func middle(all []float64) float64 { return slices.Sorted(slices.Values(all))[len(all)/2] }
