@@ -22,9 +22,9 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// What Lameduck costs, each as a row with its goal: what its agents use of a core and of memory, how
-// much longer a deletion takes that concerns no gateway, how much longer a rolling update behind a
-// directed gateway or in mode observe, and for how long the barrier delays SIGTERM.
+// What Lameduck costs, each as a row with its goal: what its agents use of a core and of memory,
+// how much longer a deletion takes that concerns no gateway, how much longer a rolling update
+// behind a directed gateway or in mode observe, and for how long the barrier delays SIGTERM.
 func TestPace(t *testing.T) {
 	l := newLab(t, 3, machine.Options{})
 	l.namespace(t, "unprotected", map[string]string{"lameduck.io/mode": "off"})
@@ -173,8 +173,8 @@ func (l *lab) paceHAProxy(t *testing.T) {
 	// Each round deletes the old pods, and then those that replaced them.
 	is, want := report.Items[0], 2*rounds*6*len(apps)
 	t.Logf("in mode observe %d deletions were measured, %d more could not be, %d had requests or connections in "+
-		"flight; with enforcement they would have waited %.2f s at the median", is.Deletions, is.Unmeasured, is.InFlight,
-		middle(is.WaitSeconds))
+		"flight; with enforcement they would have waited %.2f s at the median", is.Deletions, is.Unmeasured,
+		is.InFlight, middle(is.WaitSeconds))
 	if is.Deletions+is.Unmeasured != want || is.Deletions < want*9/10 || middle(is.WaitSeconds) == 0 {
 		t.Errorf("report: %+v, want %d deletions", is, want)
 	}
