@@ -31,6 +31,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
@@ -230,10 +231,15 @@ func (w *world) Event(pod *corev1.Pod, warning bool, reason, message string) {
 	w.events = append(w.events, happening{pod.Namespace + "/" + pod.Name, warning, reason, message})
 }
 
-// covered is a cluster whose gateways all have an agent.
-type covered struct{}
+// alone is a cluster with one replica, whose gateways all have an agent.
+type alone struct{}
 
-func (covered) Uncovered(context.Context, []drain.Service, bool) ([]string, error) { return nil, nil }
+func (alone) Opener() bool { return true }
+func (alone) Claim(context.Context, wire.Claim) (claimed wire.Claimed, ok bool) {
+	return claimed, false
+}
+func (alone) Asked(context.Context, drain.Pod, time.Duration) bool               { return false }
+func (alone) Uncovered(context.Context, []drain.Service, bool) ([]string, error) { return nil, nil }
 
 func runningPod(name string) *corev1.Pod {
 	return &corev1.Pod{
@@ -270,10 +276,10 @@ func newWorld(t *testing.T) *world {
 	w.Handler = &Handler{
 		Cluster: &Cluster{
 			Reader: w.reader, Slices: w.slices, Ledger: w.ledger, Synced: func() bool { return !w.cold },
-			Excluded: []string{"kube-system", "lameduck"}, Started: time.Now().Add(-time.Hour), Coverage: covered{},
+			Excluded: []string{"kube-system", "lameduck"}, Started: time.Now().Add(-time.Hour), Coverage: alone{},
 		},
 		Times: drain.DefaultTimes(), Events: w, Log: slog.New(slog.DiscardHandler), Metrics: NewMetrics(w.registry),
-		Others: &replicas{},
+		Others: alone{},
 	}
 	w.status(drain.Released, drain.Acknowledged, 0, true, nil)
 	return w
