@@ -4,10 +4,13 @@ import (
 	"encoding/json"
 	"os"
 	"path/filepath"
+	"reflect"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
+	corev1 "k8s.io/api/core/v1"
 	"sigs.k8s.io/yaml"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -50,6 +53,52 @@ func TestEachMisspeltKeyIsRefused(t *testing.T) {
 	misspell("", root, func(value any) any { return value })
 	if tried < 140 {
 		t.Errorf("%d keys", tried)
+	}
+}
+
+// Each key of an affinity is in the schema, or Helm would refuse it.
+func TestTheChartsAffinity(t *testing.T) {
+	content, err := os.ReadFile(filepath.Join(harness.ChartDir, "values.schema.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var root struct {
+		Defs object `json:"$defs"`
+	}
+	if err := json.Unmarshal(content, &root); err != nil {
+		t.Fatal(err)
+	}
+	got, want := map[string]bool{}, map[string]bool{}
+	var keys func(schema object)
+	keys = func(schema object) {
+		if ref, ok := schema["$ref"].(string); ok {
+			schema = root.Defs[filepath.Base(ref)].(object)
+		}
+		if items := asObject(schema["items"]); items != nil {
+			keys(items)
+		}
+		for key, of := range asObject(schema["properties"]) {
+			got[key] = true
+			keys(of.(object))
+		}
+	}
+	keys(root.Defs["affinity"].(object))
+	var fields func(of reflect.Type)
+	fields = func(of reflect.Type) {
+		switch of.Kind() {
+		case reflect.Pointer, reflect.Slice:
+			fields(of.Elem())
+		case reflect.Struct:
+			for i := range of.NumField() {
+				key, _, _ := strings.Cut(of.Field(i).Tag.Get("json"), ",")
+				want[key] = true
+				fields(of.Field(i).Type)
+			}
+		}
+	}
+	fields(reflect.TypeFor[corev1.Affinity]())
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("Kubernetes (-) and values.schema.json (+): %s", diff)
 	}
 }
 
