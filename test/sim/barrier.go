@@ -835,7 +835,7 @@ func (c *coord) checkDirected(p *pod, s drain.Status, a *agent) {
 		w.excuse("routed at SIGTERM: Suspended")
 	case a.right != "" && len(c.declared[a]) == 0:
 		w.excuse("routed at SIGTERM: Undeclared")
-	case c.restarted[p.uid] && !a.share(slices.DeleteFunc(services, func(s drain.Service) bool {
+	case c.restarted[p.uid] > 0 && !a.share(slices.DeleteFunc(services, func(s drain.Service) bool {
 		return !c.room[p.uid].services[s]
 	})):
 		w.excuse("routed at SIGTERM: a Service has listed a pod since, whose container is started again")

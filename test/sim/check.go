@@ -703,7 +703,7 @@ func (w *world) drained(uid drain.UID, told bool) (any, inOrder bool) {
 	}
 	for _, o := range w.coords {
 		d := o.room[uid]
-		if o.up && d != nil && (d.told || !told) && !d.background && !o.restarted[uid] &&
+		if o.up && d != nil && (d.told || !told) && !d.background && o.restarted[uid] == 0 &&
 			w.at-o.answered[uid] < w.times.Abandon-agreed {
 			any, inOrder = true, inOrder || d.askedAt > w.parted+agreed && (d.ordered || !d.told)
 		}

@@ -54,9 +54,9 @@ type coord struct {
 	inbound  []*call
 	// bars are the hooks that wait, watched which barriers of this life each agent was told of, by
 	// their number. restarted are the drains of this life that were opened for pods that stay, and
-	// for no deletion.
+	// for no deletion, with the time at which this replica last learned of a stop.
 	bars      []*barred
-	restarted map[drain.UID]bool
+	restarted map[drain.UID]time.Duration
 	// took is how long kernels took to let go, in barriers of this life, and let of which that is
 	// known.
 	took time.Duration
@@ -166,7 +166,7 @@ func (c *coord) start() {
 		Now: func() time.Time { return c.now() }, Log: w.logger(c.name)}
 	c.streams, c.holds, c.inbound = nil, nil, nil
 	c.bars, c.watched = nil, map[drain.AgentID]map[drain.UID]uint64{}
-	c.restarted = map[drain.UID]bool{}
+	c.restarted = map[drain.UID]time.Duration{}
 	c.took, c.let, c.rested = 0, map[drain.UID]map[*agent]bool{}, map[drain.UID]time.Duration{}
 	c.heard, c.lost = map[drain.AgentID]map[drain.UID]said{}, map[drain.AgentID]time.Duration{}
 	c.numbers = map[drain.UID]uint64{}

@@ -172,15 +172,18 @@ func (c *coord) restarts(x *barred) {
 	c.asking(p.uid, x.targets, place)
 	if _, ok := c.begun[p.uid]; !ok {
 		c.begins(p.uid)
-		c.restarted[p.uid] = true
+		c.restarted[p.uid] = c.w.at
 		c.log("drain of %s, which stays, begins", p.uid)
+	}
+	if c.restarted[p.uid] > 0 {
+		c.restarted[p.uid] = c.w.at
 	}
 }
 
 // back learns that a pod has become ready, so that it is routed again if it was excluded for a
 // restart before.
 func (c *coord) back(uid drain.UID, at time.Duration) {
-	begun, open := c.begun[uid]
+	stopped := c.restarted[uid]
 	ahead := c.w.api.find(uid).ahead
 	ready := epoch.Add(at + ahead(at)).Truncate(time.Second) // as metav1.Time
 	if c.core.Ready(c.now(), uid, ready) {
@@ -190,7 +193,7 @@ func (c *coord) back(uid drain.UID, at time.Duration) {
 		c.settle()
 		return
 	}
-	if open && c.restarted[uid] && at > begun && ready.After(epoch.Add(begun+ahead(begun))) {
+	if stopped > 0 && at > stopped && ready.After(epoch.Add(stopped+ahead(stopped))) {
 		c.w.fail(checkBack,
 			"%s does not let %s be routed again, which has become ready after its container was stopped", c.name, uid)
 	}
