@@ -53,8 +53,7 @@ func TestHelm(t *testing.T) {
 			namespaced := l.Everything(t)
 			l.refused(t)
 			l.left(t, namespaced, "an install that was refused")
-			l.failedInstall(t)
-			l.left(t, namespaced, "a failed install")
+			l.failedInstall(t, namespaced)
 			l.lifecycle(t)
 			l.left(t, namespaced, "uninstall")
 			l.interrupted(t)
@@ -120,20 +119,22 @@ func (l *lab) refused(t *testing.T) {
 	}
 }
 
-// failedInstall installs an image that is nowhere: Helm takes everything back if asked, and
-// otherwise by uninstall, also where the glass was broken before. Then it installs a selector that
-// leaves out the check's namespace, so that the check alone fails.
-func (l *lab) failedInstall(t *testing.T) {
+// failedInstall installs with a selector that leaves out the check's namespace, so that the check
+// alone fails, and then an image that is nowhere. Helm takes everything back if asked. Otherwise
+// uninstall does, also where the glass was broken before.
+func (l *lab) failedInstall(t *testing.T, before map[string]bool) {
 	if out, err := l.run(t, "install", harness.ChartDir, "--set=barrier.enabled=true", "--set-json=namespaceSelector="+
 		`{"matchExpressions": [{"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": ["lameduck-check"]}]}`,
 		"--wait", "--timeout=20s", "--atomic"); err == nil || !strings.Contains(out, "post-install") {
 		t.Fatalf("the check hears nothing: %v: %s", err, out)
 	}
+	l.left(t, before, "an install whose check failed")
 	args := []string{harness.ChartDir, "--set=image.tag=none", "--set=image.pullPolicy=Never",
 		"--set=barrier.enabled=true", "--wait", "--timeout=15s"}
 	if out, err := l.run(t, "install", append(args, "--atomic")...); err == nil {
 		t.Fatalf("an image that is not there: %s", out)
 	}
+	l.left(t, before, "an install that failed")
 	if out, err := l.run(t, "install", args...); err == nil {
 		t.Fatalf("an image that is not there: %s", out)
 	}
@@ -142,6 +143,7 @@ func (l *lab) failedInstall(t *testing.T) {
 		t.Error(err)
 	}
 	l.must(t, "uninstall", "--wait")
+	l.left(t, before, "an install that failed, and uninstall")
 }
 
 // lifecycle installs, upgrades to three entries and back. Each entry is asked after each step: the
