@@ -237,11 +237,22 @@ func TestHalfOfAService(t *testing.T) {
 	s := open(t)
 	must(t, s.AwaitCoordinators(t.Context()))
 	const pods = 20
-	sh := newShop(t, s, stage.App{Replicas: pods})
+	sh := newShop(t, s, stage.App{Replicas: pods, Work: 2 * time.Second})
 	delayMost.Store(int64(50 * time.Millisecond))
 	defer delayMost.Store(0)
 	all, err := s.Pods(t.Context(), sh.ns, "app=web")
 	must(t, err)
+	// Requests in flight make drains last until they are seen.
+	var requests sync.WaitGroup
+	for range 2 * pods {
+		requests.Go(func() {
+			if response, err := http.Get(sh.url); err == nil {
+				response.Body.Close()
+			}
+		})
+	}
+	defer requests.Wait()
+	time.Sleep(500 * time.Millisecond) // they have arrived
 	var deletions sync.WaitGroup
 	for _, pod := range all {
 		deletions.Go(func() {
