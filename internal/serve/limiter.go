@@ -80,9 +80,9 @@ func (c *connLimiter) remove(conn *limitedConn) {
 
 type limitedListener struct {
 	net.Listener
-	crowd *connLimiter
-	log   *slog.Logger
-	said  rate.Sometimes
+	limiter *connLimiter
+	log     *slog.Logger
+	said    rate.Sometimes
 }
 
 // limitedEvery is the shortest interval between two log lines about too many connections.
@@ -105,12 +105,12 @@ func (l *limitedListener) Accept() (net.Conn, error) {
 // wait makes conn, which is new or has a new request, or whose kept request is answered, the last
 // of its source that may be closed. It closes another one if there are too many.
 func (l *limitedListener) wait(conn *limitedConn) {
-	out := l.crowd.add(conn)
+	out := l.limiter.add(conn)
 	if out == nil {
 		return
 	}
 	l.said.Do(func() {
-		l.log.Warn("too many connections: closed one of the source with the most", "most", l.crowd.max,
+		l.log.Warn("too many connections: closed one of the source with the most", "most", l.limiter.max,
 			"closed", out.RemoteAddr().String())
 	})
 	_ = out.Close()
@@ -128,11 +128,11 @@ type limitedConn struct {
 
 // Close implements net.Conn.
 func (c *limitedConn) Close() error {
-	crowd := c.listener.crowd
-	crowd.mu.Lock()
+	limiter := c.listener.limiter
+	limiter.mu.Lock()
 	c.closed = true
-	crowd.remove(c)
-	crowd.mu.Unlock()
+	limiter.remove(c)
+	limiter.mu.Unlock()
 	return c.Conn.Close()
 }
 
@@ -158,11 +158,11 @@ func connState(conn net.Conn, state http.ConnState) {
 	if !ok || state != http.StateIdle {
 		return
 	}
-	crowd := c.listener.crowd
-	crowd.mu.Lock()
+	limiter := c.listener.limiter
+	limiter.mu.Lock()
 	kept := c.kept
 	c.kept = false
-	crowd.mu.Unlock()
+	limiter.mu.Unlock()
 	if kept {
 		c.listener.wait(c)
 	}
@@ -174,11 +174,11 @@ func connState(conn net.Conn, state http.ConnState) {
 func KeepConn(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if conn, ok := r.Context().Value(connKey{}).(*limitedConn); ok {
-			crowd := conn.listener.crowd
-			crowd.mu.Lock()
+			limiter := conn.listener.limiter
+			limiter.mu.Lock()
 			conn.kept = true
-			crowd.remove(conn)
-			crowd.mu.Unlock()
+			limiter.remove(conn)
+			limiter.mu.Unlock()
 		}
 		next.ServeHTTP(w, r)
 	})

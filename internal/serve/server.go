@@ -94,8 +94,8 @@ func (s Server) run(ctx context.Context) error {
 	listener := s.Listener
 	if s.Conns > 0 {
 		server.ConnContext, server.ConnState, server.ReadHeaderTimeout = connContext, connState, idleTime
-		listener = &limitedListener{Listener: listener, crowd: newConnLimiter(s.Conns), log: log.With("server", s.Name),
-			said: rate.Sometimes{Interval: limitedEvery}}
+		listener = &limitedListener{Listener: listener, limiter: newConnLimiter(s.Conns),
+			log: log.With("server", s.Name), said: rate.Sometimes{Interval: limitedEvery}}
 	}
 	if s.TLS != nil {
 		config := s.TLS.Clone()
