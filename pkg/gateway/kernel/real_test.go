@@ -47,10 +47,6 @@ func dialer() {
 			fmt.Println("closed")
 			continue
 		}
-		if family == "time" {
-			fmt.Println(timeDials(netip.MustParseAddrPort(to)))
-			continue
-		}
 		fd, answer, err := dial(family == "6", netip.MustParseAddrPort(to))
 		if open = append(open, fd); err != nil {
 			answer = err.Error()
