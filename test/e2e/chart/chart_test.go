@@ -111,7 +111,7 @@ func (l *lab) left(t *testing.T, before map[string]bool, what string) {
 // refused misspells a key in a value.
 func (l *lab) refused(t *testing.T) {
 	for _, wrong := range []string{"webhook.entry=3", "monitoring.podmonitor.enabled=true", "prority=x",
-		"affinity.nodeAffinity.prefered=x"} { // which Helm 3 would let pass
+		"affinity.nodeAffinity.preferredx=x"} { // which Helm 3 would let pass
 		if out, err := l.run(t, "install", harness.ChartDir, "--set="+wrong); err == nil ||
 			!strings.Contains(out, "not allowed") {
 			t.Errorf("%s: %v: %s", wrong, err, out)

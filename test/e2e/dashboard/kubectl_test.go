@@ -114,8 +114,8 @@ func TestKubectl(t *testing.T) {
 		"version: dev, commit unknown")
 
 	// Other tests have agents, too.
-	versions := regexp.MustCompile(`(?m)^kubectl-lameduck +1 +dev, commit unknown\ncoordinator +1 +dev, commit unknown\n` +
-		`agent +[1-9] +dev, commit unknown$`)
+	versions := regexp.MustCompile(`(?m)^kubectl-lameduck +1 +dev, commit unknown\n` +
+		`coordinator +1 +dev, commit unknown\nagent +[1-9] +dev, commit unknown$`)
 	if out := say("version"); !versions.MatchString(out) {
 		t.Errorf("version: %s", out)
 	}

@@ -178,8 +178,10 @@ check: false
 barrier: {enabled: true, priorityClassName: ""}
 runAsUser: 1000650000
 `,
-		Has: map[string][]string{coordinator: {`"runAsUser":1000650000`}, "-NetworkPolicy lameduck-system/default-deny": nil,
-			"-NetworkPolicy lameduck-system/lameduck-webhook": nil, "-Job lameduck-system/lameduck-check": nil,
+		Has: map[string][]string{coordinator: {`"runAsUser":1000650000`},
+			"-NetworkPolicy lameduck-system/default-deny":      nil,
+			"-NetworkPolicy lameduck-system/lameduck-webhook":  nil,
+			"-Job lameduck-system/lameduck-check":              nil,
 			"-ResourceQuota lameduck-system/lameduck-priority": nil,
 			"-ResourceQuota lameduck-node/lameduck-priority":   nil}},
 	{Name: "a first look: nothing waits", OnNode: true,

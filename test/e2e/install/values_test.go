@@ -186,17 +186,17 @@ func TestTheChartsValuesWithoutEffect(t *testing.T) {
 			var other any = "other"
 			switch value.(type) {
 			case object:
-				other = object{"cpu": "other"}
-				if key == "resources" {
+				switch other = (object{"cpu": "other"}); key {
+				case "resources":
 					other = object{"limits": other}
-				} else if key == "affinity" {
+				case "affinity":
 					other = object{"nodeAffinity": object{}}
 				}
 			case []any:
-				other = []any{"--other"}
-				if key == "tolerations" {
+				switch other = []any{"--other"}; key {
+				case "tolerations":
 					other = []any{object{"key": "other"}}
-				} else if key == "services" {
+				case "services":
 					other = []any{object{"service": "shop/web"}}
 				}
 			case int, float64:
