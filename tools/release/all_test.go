@@ -1,18 +1,18 @@
 package main
 
 import (
-	"crypto/sha256"
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
-	"maps"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
-
-	"sigs.k8s.io/yaml"
 )
 
 // What is left of another version must not go out with this one.
@@ -82,56 +82,62 @@ func TestPlugin(t *testing.T) {
 	}
 }
 
-// The manifest for krew names each archive by where it will be and by its checksum, and no other.
+// The real krew takes the manifest, downloads the archive that it names, and installs the plugin;
+// it refuses an archive with another content.
 func TestKrew(t *testing.T) {
-	o := options{out: t.TempDir(), version: "v1.2.3", download: "https://example.com/download/v1.2.3"}
+	o, s := fixture(t)
+	o.out, o.version, s.version = t.TempDir(), "v1.2.3", "v1.2.3"
 	if _, err := krew(o); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("without the archives: %v", err)
 	}
-	want := map[string]string{}
+	on := platform{runtime.GOOS, runtime.GOARCH}
+	program := filepath.Join(t.TempDir(), plugin)
+	if err := os.Link(filepath.Join(madeDir, "built", "linux-amd64", "lameduck-wait"), program); err != nil {
+		t.Fatal(err)
+	}
 	for _, on := range plugins {
-		name := pluginFile(o.version, on)
-		if err := os.WriteFile(filepath.Join(o.out, name), []byte(name), 0o600); err != nil {
+		if err := packPlugin(t.Context(), s, o, on, program, io.Discard); err != nil {
 			t.Fatal(err)
 		}
-		want[on.os+"/"+on.arch] = fmt.Sprintf("%s/kubectl-lameduck-v1.2.3-%s.tar.gz %x kubectl-lameduck", o.download,
-			on, sha256.Sum256([]byte(name)))
 	}
+	server := httptest.NewServer(http.FileServer(http.Dir(o.out)))
+	defer server.Close()
+	o.download = server.URL
 	text, err := krew(o)
 	if err != nil {
 		t.Fatal(err)
 	}
-	// As krew has it: pkg/index/types.go.
-	var is struct {
-		APIVersion string                `json:"apiVersion"`
-		Kind       string                `json:"kind"`
-		Metadata   struct{ Name string } `json:"metadata"`
-		Spec       struct {
-			Version          string `json:"version"`
-			ShortDescription string `json:"shortDescription"`
-			Description      string `json:"description"`
-			Platforms        []struct {
-				Selector struct {
-					MatchLabels map[string]string `json:"matchLabels"`
-				} `json:"selector"`
-				URI    string `json:"uri"`
-				Sha256 string `json:"sha256"`
-				Bin    string `json:"bin"`
-			} `json:"platforms"`
-		} `json:"spec"`
-	}
-	if err := yaml.UnmarshalStrict(text, &is); err != nil {
+	bin := t.TempDir()
+	manifest := filepath.Join(bin, krewName+".yaml")
+	if err := os.WriteFile(manifest, text, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	got := map[string]string{}
-	for _, p := range is.Spec.Platforms {
-		of := p.Selector.MatchLabels
-		got[of["os"]+"/"+of["arch"]] = p.URI + " " + p.Sha256 + " " + p.Bin
+	if out, err := exec.CommandContext(t.Context(), "go", "build", "-o", bin+"/krew",
+		"sigs.k8s.io/krew/cmd/krew").CombinedOutput(); err != nil {
+		t.Fatalf("build krew: %v: %s", err, out)
 	}
-	if is.APIVersion != "krew.googlecontainertools.github.com/v1alpha2" || is.Kind != "Plugin" ||
-		"kubectl-"+is.Metadata.Name != plugin || is.Spec.Version != "v1.2.3" || is.Spec.ShortDescription == "" ||
-		strings.HasSuffix(is.Spec.ShortDescription, ".") || is.Spec.Description == "" || !maps.Equal(got, want) {
-		t.Errorf("%s", text)
+	root := t.TempDir()
+	install := func(root string) string {
+		cmd := exec.CommandContext(t.Context(), bin+"/krew", "install", "--manifest="+manifest)
+		cmd.Env = append(os.Environ(), "KREW_ROOT="+root)
+		out, err := cmd.CombinedOutput()
+		return fmt.Sprintf("%s%v", out, err)
+	}
+	if out := install(root); !strings.Contains(out, "Installed plugin: lameduck\n") {
+		t.Fatal(out)
+	}
+	want, err := os.ReadFile(program)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, err := os.ReadFile(filepath.Join(root, "bin", plugin)); err != nil || !bytes.Equal(got, want) {
+		t.Errorf("%d bytes are installed, of %d: %v", len(got), len(want), err)
+	}
+	if err := os.WriteFile(filepath.Join(o.out, pluginFile(o.version, on)), []byte("other"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if out := install(t.TempDir()); !strings.Contains(out, "checksum does not match") {
+		t.Errorf("with another archive: %s", out)
 	}
 	o.version = "dev"
 	if _, err := krew(o); err == nil || !strings.Contains(err.Error(), `"dev"`) {
