@@ -15,6 +15,8 @@ CONTOUR := github.com/projectcontour/contour@v1.33.8
 CONTOUR_SUM := h1:QoOfwqWws+CVRFpsRC2+f1DmB5IdurtyUtepIsiWfE0=
 ENVOY_GATEWAY := github.com/envoyproxy/gateway@v1.9.1
 ENVOY_GATEWAY_SUM := h1:vAVp6/AlBXJ1aOhp1mxL7fNEzVEfjADUguUhm2wzxQY=
+KUBE_ROUTER := github.com/cloudnativelabs/kube-router/v2@v2.1.0
+KUBE_ROUTER_SUM := h1:xWsptKtmZ44L+NjwFKoFAFlVdxCz8fka9A/eYJe95Ok=
 
 HELM3 := helm.sh/helm/v3@v3.22.0
 HELM3_SUM := h1:n1if5iQgHYsujPAcO5oonH/KiSNUmqmUF0iGVjSF3AU=
@@ -97,7 +99,7 @@ chart: helm3 helm4 node-packages kubernetes build ## the chart by Helm 3 and Hel
 	@cd test/e2e && REQUIRE_REAL=1 LAMEDUCK_BIN=$(BIN) go test -tags long -count=1 -timeout 30m -v ./chart
 
 .PHONY: e2e-long
-e2e-long: haproxy envoy traefik nginx caddy busybox curl contour envoy-gateway helm3 helm4 node-packages kubernetes upstream build ## what is too long for CI, some hours: every scenario on three nodes, losses and races many times, what entries cost (PARTS=regexp); e2e-long.txt says when each part was last green
+e2e-long: haproxy envoy traefik nginx caddy busybox curl contour envoy-gateway kube-router helm3 helm4 node-packages kubernetes upstream build ## what is too long for CI, some hours: every scenario on three nodes, losses and races many times, what entries cost (PARTS=regexp); e2e-long.txt says when each part was last green
 	@BIN=$(BIN) PARTS='$(PARTS)' test/e2e/long.sh
 	@[ -n '$(PARTS)' ] || $(MAKE) --no-print-directory sim SEEDS=2 DRAWN=20000
 
@@ -156,8 +158,8 @@ haproxy: ## HAProxy, if it is missing and may be installed
 	    echo "haproxy is missing: sudo apt-get install haproxy" >&2; exit 1; \
 	  fi; }
 
-.PHONY: nginx caddy busybox curl
-nginx caddy busybox curl: ## nginx, Caddy, BusyBox and curl, if they are missing and may be installed, for make e2e-long
+.PHONY: nginx caddy busybox curl ipset
+nginx caddy busybox curl ipset: ## nginx, Caddy, BusyBox, curl and ipset, if they are missing and may be installed, for make e2e-long
 	@command -v $@ > /dev/null || { \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 	    echo "installing $@"; (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $@) > /dev/null; \
@@ -263,6 +265,10 @@ contour: ## Contour, the control plane of Envoy, and its manifests: from source,
 .PHONY: envoy-gateway
 envoy-gateway: ## Envoy Gateway and its chart, in the same way, for make e2e-long
 	$(call from-source,envoy-gateway,$(ENVOY_GATEWAY),$(ENVOY_GATEWAY_SUM),envoy-gateway,charts/gateway-helm)
+
+.PHONY: kube-router
+kube-router: ipset ## kube-router, which enforces network policies, in the same way, for make e2e-long
+	$(call from-source,kube-router,$(KUBE_ROUTER),$(KUBE_ROUTER_SUM),kube-router)
 
 .PHONY: helm3 helm4
 helm3: ## Helm 3, in the same way

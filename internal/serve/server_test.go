@@ -78,7 +78,7 @@ func TestServerAnswersForSomeTimeAfterItsEndBegan(t *testing.T) {
 				response, err := client.Post("https://"+address, "application/json", strings.NewReader("{}"))
 				ending := began.Load() > 0 && asked.UnixNano() > began.Load()
 				if err != nil {
-					// When it failed counts: on a busy machine a request takes longer than the delay.
+					// What counts is when it failed: on a busy machine a request takes long.
 					if since := time.Duration(time.Now().UnixNano() - began.Load()); !ending || since < delay {
 						t.Errorf("keep %t, failed %s after its end began (%t): %v", keep, since, ending, err)
 					}

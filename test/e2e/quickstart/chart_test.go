@@ -16,6 +16,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/test/cluster"
 	"github.com/lameduck-io/lameduck/test/e2e/harness"
+	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
 // The chart on a real cluster, with certificate, secret and CA brought along by the commands of
@@ -63,7 +64,7 @@ func (l *lab) testOwnCertificates(t *testing.T) {
 kubectl -n lameduck-node rollout status daemonset/lameduck-node --timeout=120s
 kubectl apply -f check.yaml
 kubectl -n lameduck-system wait --for=condition=Complete --timeout=150s job/lameduck-check`)
-	l.connected(t, 3, entries)
+	l.connected(t, stage.System, 3, entries)
 	namespace := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "hooked",
 		Labels: map[string]string{"lameduck.io/mode": "enforce"}}}
 	if _, err := l.Kube.CoreV1().Namespaces().Create(t.Context(), namespace, metav1.CreateOptions{}); err != nil {

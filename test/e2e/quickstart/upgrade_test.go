@@ -21,6 +21,7 @@ import (
 	"k8s.io/client-go/rest"
 
 	"github.com/lameduck-io/lameduck/test/e2e/harness"
+	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
 // previous is the commit that is upgraded from: UPGRADE_FROM, or the one before this.
@@ -176,7 +177,7 @@ func (l *lab) testUpgrade(t *testing.T) {
 		if after := l.failedHooks(t); after != before {
 			t.Errorf("%s: hooks failed: %s", way.name, after)
 		}
-		l.connected(t, 5, way.coordinators)
+		l.connected(t, stage.System, 5, way.coordinators)
 		if t.Failed() {
 			l.Explain(t)
 			t.FailNow()
@@ -317,10 +318,10 @@ func (l *lab) hooked() error {
 
 // connected asserts by the plugin that so many agents speak with every coordinator, and all that
 // are there.
-func (l *lab) connected(t *testing.T, agents, coordinators int) {
+func (l *lab) connected(t *testing.T, namespace string, agents, coordinators int) {
 	t.Helper()
 	l.Await(t, 30*time.Second, "every agent is connected to every coordinator", func() error {
-		out, err := l.trySh(t.Context(), "kubectl lameduck status -o json")
+		out, err := l.trySh(t.Context(), "kubectl lameduck status --lameduck-namespace="+namespace+" -o json")
 		if err != nil {
 			return fmt.Errorf("%w: %s", err, out)
 		}
