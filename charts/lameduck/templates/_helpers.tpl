@@ -74,7 +74,7 @@ annotations:
 {{- $barrier := dict "image" (include "lameduck.image" (list .Values .Values.barrier.waitImage)) -}}
 {{- with .Values.image.pullSecrets }}{{ $_ := set $barrier "imagePullSecrets" . }}{{ end -}}
 {{- $values := dict "barrier" $barrier "excludedNamespaces" .Values.excludedNamespaces -}}
-{{- with .Values.gateways }}{{ $_ := set $values "gateways" . }}{{ end -}}
+{{- range .Values.gateways }}{{ $_ := set $values "gateways" (append (get $values "gateways" | default list) (omit . "agent")) }}{{ end -}}
 {{- $addresses := dict -}}
 {{- $defaults := dict "admission" 9443 "agents" 9444 "metrics" 8080 "probes" 8081 -}}
 {{- range $name, $port := .Values.webhook.ports -}}

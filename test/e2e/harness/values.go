@@ -142,17 +142,45 @@ webhook: {extraArgs: [--log-level=debug]}
 barrier: {enabled: true, extraArgs: [--log-level=debug]}
 `,
 		Has: map[string][]string{coordinator: {`"--log-level=debug"`}, nodeAgents: {`"--log-level=debug"`}}},
-	{Name: "gateways of two kinds, one of them directed by the kernel", OnNode: true,
+	{Name: "gateways of three kinds, two of them with agents by the chart", OnNode: true,
 		Values: `
-gateways: [{name: public, kind: traefik, namespace: edge, selector: app=traefik, services: [shop/web]}]
-kernel: {enabled: true, namespace: front, serviceAccount: front, services: [{service: shop/web, port: http}]}
+gateways:
+  - {name: public, kind: traefik, namespace: edge, selector: app=traefik, services: [shop/web]}
+  - name: inner
+    kind: envoy
+    namespace: edge
+    selector: app=envoy
+    classes: [inner]
+    agent:
+      serviceAccount: envoy
+      gateway: {envoy: {population: edge/envoy, admin: "http://127.0.0.1:19000", services: [shop/web]}}
+  - name: front
+    kind: kernel
+    namespace: front
+    selector: app=front
+    services: [shop/web]
+    agent:
+      serviceAccount: front
+      gateway:
+        kernel:
+          podUID: "${POD_UID}"
+          cgroups: /host/cgroup
+          pins: /host/bpf
+          services: [{service: shop/web, port: http}, {service: shop/api}, {service: front/web}]
 `,
 		Has: map[string][]string{
-			file:                                     {`gateways:\n- kind: traefik\n  name: public\n  namespace: edge`},
-			"ConfigMap front/lameduck-agent-kernel":  {`service: shop/web`},
-			"RoleBinding shop/lameduck-agent-kernel": {front},
-			"ClusterRoleBinding <nil>/lameduck-agent-kernel":    {front},
-			"RoleBinding lameduck-system/lameduck-agent-kernel": {front},
+			file: {`gateways:\n- kind: traefik\n  name: public\n  namespace: edge`,
+				`- kind: kernel\n  name: front\n  namespace: front\n  selector: app=front\n  services:\n  - shop/web\n`},
+			"ConfigMap edge/lameduck-agent-inner":                           {`admin: http://127.0.0.1:19000`},
+			"ConfigMap front/lameduck-agent-front":                          {`podUID: ${POD_UID}`},
+			"ClusterRoleBinding <nil>/lameduck-agent-inner":                 {`"name":"envoy","namespace":"edge"`},
+			"RoleBinding lameduck-system/lameduck-agent-coordinators-inner": {`"name":"envoy","namespace":"edge"`},
+			"ClusterRoleBinding <nil>/lameduck-agent-front":                 {front},
+			"RoleBinding lameduck-system/lameduck-agent-coordinators-front": {front},
+			"RoleBinding front/lameduck-agent-endpoints-front":              {front},
+			"RoleBinding shop/lameduck-agent-endpoints-front":               {front},
+			"-RoleBinding shop/lameduck-agent-endpoints-inner":              nil,
+			"-ConfigMap edge/lameduck-agent-public":                         nil,
 		}},
 	{Name: "the Prometheus operator and Grafana's sidecar",
 		Values: `

@@ -12,6 +12,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -154,55 +156,111 @@ func TestTheChartsPriorityClasses(t *testing.T) {
 	}
 }
 
-// The value kernel is manifests/kernel, but for the sidecar, which is a patch for both.
-func TestTheChartsKernel(t *testing.T) {
-	s := open(t)
-	kernel := object{"enabled": true, "services": []any{object{"service": "shop/web", "port": "http"}}}
-	text, err := charted(t, object{"kernel": kernel})
-	if err != nil {
-		t.Fatal(err)
-	}
+// For the agents of a gateway the chart creates what that gateway's folder in manifests has: their
+// file, which the agent accepts, and their rights, under other names. The sidecar is a patch for
+// both.
+func TestTheChartsAgents(t *testing.T) {
 	without, err := charted(t, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	got := objects(t, text)
-	for key := range objects(t, without) {
-		delete(got, key)
-	}
-	want := object{}
-	for key, o := range objects(t, kustomized(t, s, "../test/e2e/nodes/kernel")) {
-		switch o["kind"] {
-		case "Deployment", "ServiceAccount":
-		case "ConfigMap": // its name ends in a hash
-			o["metadata"].(object)["name"] = "lameduck-agent-kernel"
-			want["ConfigMap edge/lameduck-agent-kernel"] = o
-		default:
-			want[key] = o
-		}
-	}
-	for _, o := range []object{got["ConfigMap edge/lameduck-agent-kernel"],
-		want["ConfigMap edge/lameduck-agent-kernel"].(object)} {
-		var file object // without comments
-		if err := yaml.UnmarshalStrict([]byte(o["data"].(object)["agent.yaml"].(string)), &file); err != nil {
+	read := func(path string) string {
+		content, err := os.ReadFile(path)
+		if err != nil {
 			t.Fatal(err)
 		}
-		o["data"] = file
+		return string(content)
 	}
-	all := object{}
-	for key, o := range got {
-		harness.Plain(o)
-		all[key] = o
+	paths, err := filepath.Glob(manifests("*/agent.yaml"))
+	if err != nil || len(paths) < 7 {
+		t.Fatalf("%q, %v", paths, err)
 	}
-	for _, o := range want {
-		harness.Plain(o.(object))
+	for _, path := range paths {
+		folder := filepath.Dir(path)
+		t.Run(filepath.Base(folder), func(t *testing.T) {
+			var file object
+			if err := yaml.UnmarshalStrict([]byte(read(path)), &file); err != nil {
+				t.Fatal(err)
+			}
+			want := bindings(t, objects(t, read(filepath.Join(strings.TrimSuffix(folder, "-observed"), "rbac.yaml"))))
+			subject := want["ClusterRoleBinding <nil> lameduck-agent"]["subjects"].([]any)[0].(object)
+			section := file["gateway"].(object)
+			kind := slices.Collect(maps.Keys(section))[0]
+			text, err := charted(t, object{"gateways": []any{object{"name": "mine", "selector": "app=mine",
+				"kind": strings.TrimSuffix(kind, "Observed"), "namespace": subject["namespace"], "all": true,
+				"agent": object{"serviceAccount": subject["name"], "gateway": section}}}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			got := objects(t, text)
+			if config := fmt.Sprint(got["ConfigMap lameduck-system/lameduck-coordinator"]["data"]); !strings.Contains(
+				config, "name: mine") || strings.Contains(config, "agent:") {
+				t.Errorf("the coordinator's file: %s", config)
+			}
+			for key := range objects(t, without) {
+				delete(got, key)
+			}
+			key := fmt.Sprintf("ConfigMap %s/lameduck-agent-mine", subject["namespace"])
+			data, _ := got[key]["data"].(object)
+			delete(got, key)
+			rendered, _ := data["agent.yaml"].(string)
+			var is object
+			if err := yaml.UnmarshalStrict([]byte(rendered), &is); err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(file, is); diff != "" || len(data) != 1 {
+				t.Errorf("%s (-) and %s of the chart (+): %s", path, key, diff)
+			}
+			if diff := cmp.Diff(want, bindings(t, plain(got))); diff != "" {
+				t.Errorf("rbac.yaml (-) and the chart (+): %s", diff)
+			}
+			accepted(t, rendered)
+		})
 	}
-	if diff := cmp.Diff(want, all); diff != "" {
-		t.Errorf("manifests/kernel (-) and kernel.enabled=true (+): %s", diff)
+}
+
+// bindings are objects by the kind of the binding, its namespace and the role, without their names.
+// An object that binds nothing is an error.
+func bindings(t *testing.T, all map[string]object) map[string]object {
+	t.Helper()
+	by := map[string]object{}
+	for key, o := range all {
+		role, is := o["roleRef"].(object)
+		if o["kind"] == "ServiceAccount" {
+			continue
+		} else if !is {
+			t.Errorf("%s is no binding", key)
+			continue
+		}
+		meta := o["metadata"].(object)
+		delete(meta, "name")
+		by[fmt.Sprint(o["kind"], " ", meta["namespace"], " ", role["name"])] = o
 	}
-	if _, err := charted(t, object{"kernel": object{"enabled": true}}); err == nil ||
-		!strings.Contains(err.Error(), "kernel.services: required") {
-		t.Errorf("without Services: %v", err)
+	return by
+}
+
+// accepted fails the test unless the agent starts with a file, up to where it needs a cluster: the
+// API server, or for the kind kernel a pod's cgroup.
+func accepted(t *testing.T, config string) {
+	t.Helper()
+	dir := t.TempDir()
+	folders := regexp.MustCompile("/var/run/secrets/lameduck|/var/lib/lameduck|/run/haproxy|/host")
+	config = folders.ReplaceAllString(config, dir)
+	for name, content := range map[string]string{"token": "token", "agent.yaml": config} {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	agent := exec.CommandContext(t.Context(), filepath.Join(harness.Programs(t), "agent"),
+		"--config="+filepath.Join(dir, "agent.yaml"))
+	agent.Env = []string{"POD_UID=00000000-0000-0000-0000-000000000001"}
+	out, err := agent.CombinedOutput()
+	missing := "not in a cluster"
+	if strings.Contains(config, "kernel:") {
+		missing = ": kernel: cgroups "
+	}
+	if err == nil || !strings.Contains(string(out), missing) {
+		t.Errorf("%v: %s", err, out)
 	}
 }
 
@@ -213,7 +271,26 @@ func TestTheChartsValues(t *testing.T) {
 		g[key] = value
 		return map[string]any{"gateways": []any{g}}
 	}
+	agent := func(section object) map[string]any {
+		return gateway("agent", object{"serviceAccount": "traefik", "gateway": section})
+	}
+	poll := object{"population": "edge/x", "admin": "http://127.0.0.1:8080"}
+	twice := slices.Repeat(gateway("all", true)["gateways"].([]any), 2)
 	for want, values := range map[string]map[string]any{
+		"missing property 'serviceAccount'": gateway("agent", object{"gateway": object{"traefik": poll}}),
+		"'nginx' not allowed":               agent(object{"nginx": poll}),
+		"'kubeProxy' not allowed":           agent(object{"kubeProxy": object{}}),
+		"minProperties: got 0, want 1":      agent(object{}),
+		"maxProperties: got 2, want 1":      agent(object{"traefik": poll, "envoy": poll}),
+		"missing property 'services'":       agent(object{"kernel": object{"podUID": "1"}}),
+		"kernel/services': minItems":        agent(object{"kernel": object{"podUID": "1", "services": []any{}}}),
+		"'web' does not match pattern":      agent(object{"traefik": object{"services": []any{"web"}}}),
+		"traefik/services': got string":     agent(object{"traefik": object{"services": "shop/web"}}),
+		"at '/config': additional":          {"config": gateway("all", true)},
+
+		"gateways[0].agent.gateway.envoy: the kind of this gateway is traefik": agent(object{"envoy": poll}),
+		"gateways[1].name: public: another gateway has this name, too":         {"gateways": twice},
+
 		"'selectors' not allowed": gateway("selectors", "app=traefik"),
 		"/gateways/0/kind":        gateway("kind", "nginx"),
 		"missing property 'selector'": {"gateways": []any{map[string]any{"name": "public", "kind": "traefik",
