@@ -142,7 +142,11 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		Everywhere: func() []drain.Acknowledger {
 			agents, _ := coord.Acknowledgers(nil)
 			return agents
+		},
+		Asks: coord.Asks, Excluded: o.excluded, Barrier: func(p *corev1.Pod) bool {
+			return p.Annotations[admission.BarrierIDAnnotation] != ""
 		}}
+	registry.MustRegister(covers)
 	kinds, err := covers.Watch(ctx, known, live.RESTMapper())
 	if err != nil {
 		return err
@@ -191,12 +195,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	}
 	view := dashboard.New(dashboard.Options{
 		Coordinator: coord, Explainer: handler.Cluster, Reviewer: who,
-		Pod: podOf(known, watch.synced), Coverage: covers.Of, Missing: missing, Log: log,
-		Summary: func(ctx context.Context) (coverage.Summary, error) {
-			return covers.Summary(ctx, o.excluded, func(p *corev1.Pod) bool {
-				return p.Annotations[admission.BarrierIDAnnotation] != ""
-			})
-		},
+		Pod: podOf(known, watch.synced), Coverage: covers.Of, Summary: covers.Summary, Missing: missing, Log: log,
 		Views: func(ctx context.Context) ([]api.View, []string) {
 			return peers.Ask[api.View](ctx, others.Peers, wire.ShownPath)
 		},

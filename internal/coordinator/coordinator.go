@@ -353,6 +353,13 @@ func (c *Coordinator) CouldRoute(services []drain.Service) bool {
 	return c.core.Ledger.CouldRoute(services)
 }
 
+// Asks reports whether some agent may be asked at a gate about the pods of a Service.
+func (c *Coordinator) Asks(g drain.Gate, s drain.Service) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.core.Ledger.Asks(g, s)
+}
+
 // Pod returns what is known of a pod.
 func (c *Coordinator) Pod(uid drain.UID) (is drain.Standing) {
 	c.locked(func() { is = c.core.Ledger.Pod(uid) })

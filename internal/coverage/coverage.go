@@ -76,11 +76,23 @@ type Source struct {
 	// Everywhere returns the agents whose gateways may send to pods of every Service. It is called
 	// once a second at most.
 	Everywhere func() []drain.Acknowledger
+	// Asks reports whether some agent may be asked at a gate about pods of a Service. Barrier
+	// reports whether a pod has the barrier. Excluded are the namespaces whose pods never wait.
+	// Only [Source.Summary] uses these.
+	Asks     func(drain.Gate, drain.Service) bool
+	Barrier  func(*corev1.Pod) bool
+	Excluded []string
 
 	mu    sync.Mutex
 	kinds []kind
 	at    time.Time
 	nodes []drain.AgentID
+	// last is what Summary returned last.
+	last struct {
+		sync.Mutex
+		Summary
+		err error
+	}
 }
 
 // Service is the coverage of one Service.
@@ -186,64 +198,6 @@ func (s *Source) Uncovered(ctx context.Context, services []drain.Service, barrie
 		}
 	}
 	return names, errs
-}
-
-// Summary is the coverage of all Services that have pods.
-type Summary struct {
-	// Services counts the Services that have pods and are not in an excluded namespace. Whole
-	// counts those of them whose consumers are all covered. Possible counts those for which that is
-	// not known.
-	Services, Whole, Possible int
-	// Gaps are the consumers that are not waited for, in the order of the Services.
-	Gaps []Consumer
-}
-
-// Summary returns the coverage of all Services that have pods. A Service has the barrier if barrier
-// returns true for each of its pods. With an error it returns the part that it could find.
-func (s *Source) Summary(ctx context.Context, excluded []string, barrier func(*corev1.Pod) bool) (sum Summary,
-	errs error) {
-	if !s.Synced() {
-		return sum, errors.New("Services and pods are not known yet")
-	}
-	var all corev1.ServiceList
-	if err := s.Reader.List(ctx, &all); err != nil {
-		return sum, fmt.Errorf("list Services: %w", err)
-	}
-	for _, service := range all.Items {
-		if len(service.Spec.Selector) == 0 || slices.Contains(excluded, service.Namespace) {
-			continue
-		}
-		var pods corev1.PodList
-		if err := s.Reader.List(ctx, &pods, client.InNamespace(service.Namespace),
-			client.MatchingLabels(service.Spec.Selector)); err != nil {
-			errs = errors.Join(errs, fmt.Errorf("list pods of Service %s/%s: %w", service.Namespace, service.Name, err))
-			continue
-		}
-		if len(pods.Items) == 0 {
-			continue
-		}
-		sum.Services++
-		is, err := s.Of(ctx, drain.Service{Namespace: service.Namespace, Name: service.Name},
-			!slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { return !barrier(&p) }))
-		errs = errors.Join(errs, err)
-		before := len(sum.Gaps)
-		for _, c := range is.Consumers {
-			if c.State == Uncovered {
-				sum.Gaps = append(sum.Gaps, c)
-			}
-		}
-		switch {
-		case len(sum.Gaps) > before:
-		case err != nil || len(is.Consumers) == 0 || is.Consumers[0].State == Possible:
-			sum.Possible++
-		default:
-			sum.Whole++
-		}
-	}
-	slices.SortStableFunc(sum.Gaps, func(a, b Consumer) int {
-		return strings.Compare(a.Service.String(), b.Service.String())
-	})
-	return sum, errs
 }
 
 // gateway reports whether a declared gateway routes a Service, and whether every ready pod of it

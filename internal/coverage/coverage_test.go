@@ -1,22 +1,36 @@
 package coverage
 
 import (
+	"context"
+	"encoding/json"
 	"fmt"
+	"maps"
+	"net/http"
+	"net/http/httptest"
+	"path"
 	"reflect"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	corev1 "k8s.io/api/core/v1"
 	networkingv1 "k8s.io/api/networking/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	clientscheme "k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/rest"
 	"k8s.io/utils/ptr"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/fake"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
 	agentkinds "github.com/lameduck-io/lameduck/internal/agent/kinds"
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -384,7 +398,8 @@ func TestAKindThatCannotBeRead(t *testing.T) {
 }
 
 // Of all Services, those with a consumer that is not waited for are named, but not those without
-// pods, nor those of namespaces whose pods never wait. The others are counted.
+// pods, nor those of namespaces whose pods never wait. The others are counted. The cluster is read
+// again after 10 s only.
 func TestSummary(t *testing.T) {
 	labels := map[string]string{"app": "web"}
 	of := func(namespace, name string, change func(*corev1.Service)) client.Object {
@@ -406,14 +421,171 @@ func TestSummary(t *testing.T) {
 		of("shop", "elsewhere", func(s *corev1.Service) { s.Spec.Selector = nil }),
 		pod("shop", "a", "yes"), pod("shop", "b", ""), pod("kube-system", "a", ""), pod("bank", "a", "yes"))
 	s.Everywhere = func() []drain.Acknowledger { return observer(nil) }
-	covered := func(p *corev1.Pod) bool { return p.Annotations["barrier"] == "yes" }
-	sum, err := s.Summary(t.Context(), []string{"kube-system"}, covered)
-	if err != nil || sum.Services != 4 || sum.Whole != 1 || sum.Possible != 2 || len(sum.Gaps) != 1 ||
-		sum.Gaps[0].Service.String() != "shop/web" || sum.Gaps[0].Name != kubeProxy {
-		t.Errorf("%+v, %v; want the one of which a pod has no barrier", sum, err)
+	s.Barrier = func(p *corev1.Pod) bool { return p.Annotations["barrier"] == "yes" }
+	s.Excluded = []string{"kube-system"}
+	s.Asks = func(g drain.Gate, of drain.Service) bool { return g == drain.AtBarrier || of.Name == "resolved" }
+	pods := 0
+	s.Reader = interceptor.NewClient(s.Reader.(client.WithWatch), interceptor.Funcs{List: func(ctx context.Context,
+		c client.WithWatch, list client.ObjectList, o ...client.ListOption) error {
+		if _, ok := list.(*corev1.PodList); ok {
+			pods++
+		}
+		return c.List(ctx, list, o...)
+	}})
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(s)
+	series := func(t *testing.T) (n int, counted map[Class]int) {
+		t.Helper()
+		all, err := registry.Gather()
+		if err != nil {
+			t.Error(err)
+		}
+		counted = map[Class]int{}
+		for _, family := range all {
+			for _, m := range family.GetMetric() {
+				n++
+				if value := int(m.GetGauge().GetValue()); value > 0 {
+					counted[Class{State(m.GetLabel()[0].GetValue()), m.GetLabel()[1].GetValue()}] = value
+				}
+			}
+		}
+		return n, counted
 	}
-	s.Synced = func() bool { return false }
-	if sum, err := s.Summary(t.Context(), nil, covered); err == nil {
-		t.Errorf("before the cache has synced: %+v", sum)
+	synctest.Test(t, func(t *testing.T) {
+		synced := false
+		s.Synced = func() bool { return synced }
+		if sum, err := s.Summary(t.Context()); err == nil {
+			t.Errorf("before the cache has synced: %+v", sum)
+		}
+		if n, _ := series(t); n != 0 {
+			t.Errorf("%d series before the cache has synced", n)
+		}
+		synced = true
+		time.Sleep(summaryEvery)
+		for range 3 {
+			sum, err := s.Summary(t.Context())
+			n, counted := series(t)
+			if want := map[Class]int{{Acknowledges, "barrier"}: 1, {Possible, "none"}: 1, {Possible, "hold"}: 1,
+				{Uncovered, "none"}: 1}; err != nil || !maps.Equal(sum.Services, want) ||
+				!maps.Equal(counted, want) || n != len(states)*len(gates) || len(sum.Gaps) != 1 ||
+				sum.Gaps[0].Service.String() != "shop/web" || sum.Gaps[0].Name != kubeProxy {
+				t.Errorf("%+v, %v, %d series with %v; want %v, and the one of which a pod has no barrier", sum, err,
+					n, counted, want)
+			}
+		}
+		if pods != 3 {
+			t.Errorf("pods were listed %d times, want once for each namespace that is not excluded", pods)
+		}
+		s.Asks = func(drain.Gate, drain.Service) bool { return true }
+		time.Sleep(summaryEvery)
+		if sum, err := s.Summary(t.Context()); err != nil || sum.Services[Class{Acknowledges, "both"}] != 1 {
+			t.Errorf("later: %+v, %v", sum, err)
+		}
+	})
+}
+
+// BenchmarkSummary is what a scrape of lameduck_services costs, at most once in 10 s, with 5,000
+// Services of three pods and an Ingress each, and two gateways: all in one namespace, and in 100.
+func BenchmarkSummary(b *testing.B) {
+	for _, namespaces := range []int{1, 100} {
+		b.Run(fmt.Sprint(namespaces), func(b *testing.B) {
+			of := func(i int) metav1.ObjectMeta {
+				return metav1.ObjectMeta{Namespace: fmt.Sprint("shop-", i%namespaces), Name: fmt.Sprint("web-", i),
+					Labels: map[string]string{"app": fmt.Sprint("web-", i), "part-of": "shop", "version": "1"}}
+			}
+			objects := map[string][]client.Object{"Pod": {gatewayPod("t1", corev1.ConditionTrue)}}
+			for i := range 5000 {
+				objects["Service"] = append(objects["Service"], &corev1.Service{ObjectMeta: of(i),
+					Spec: corev1.ServiceSpec{ClusterIP: "10.0.0.1", Selector: of(i).Labels}})
+				front := ingress(ptr.To("traefik"), nil).(*networkingv1.Ingress)
+				front.ObjectMeta = of(i)
+				front.Spec.DefaultBackend = &networkingv1.IngressBackend{
+					Service: &networkingv1.IngressServiceBackend{Name: of(i).Name}}
+				objects["Ingress"] = append(objects["Ingress"], front)
+				for p := range 3 {
+					pod := &corev1.Pod{ObjectMeta: of(i)}
+					pod.Name += fmt.Sprint("-", p)
+					objects["Pod"] = append(objects["Pod"], pod)
+				}
+			}
+			s := cached(b, objects)
+			s.Gateways = []Gateway{
+				{Name: "traefik", Namespace: "edge", Selector: "app=traefik", Classes: []string{"traefik"}},
+				{Name: "all", Namespace: "edge", Selector: "app=traefik", All: true},
+			}
+			s.Agent = func(drain.AgentID) drain.AgentInfo { return routing("t1", drain.EveryService, drain.Directed) }
+			s.Everywhere = func() []drain.Acknowledger { return observer(nil) }
+			s.Asks = func(drain.Gate, drain.Service) bool { return true }
+			s.Barrier = func(*corev1.Pod) bool { return true }
+			b.ReportAllocs()
+			cpu := func() time.Duration {
+				var used syscall.Rusage
+				if err := syscall.Getrusage(syscall.RUSAGE_SELF, &used); err != nil {
+					b.Fatal(err)
+				}
+				return time.Duration(used.Utime.Nano() + used.Stime.Nano())
+			}
+			began := cpu()
+			for b.Loop() {
+				sum, err := s.summarize(b.Context())
+				if err != nil || sum.Services[Class{Acknowledges, "both"}] != 5000 {
+					b.Fatalf("%+v, %v", sum, err)
+				}
+			}
+			b.ReportMetric(float64((cpu()-began).Milliseconds())/float64(b.N), "cpu-ms/op")
+		})
 	}
+}
+
+// cached returns a Source with a cache such as the coordinator's, filled over HTTP.
+func cached(b *testing.B, objects map[string][]client.Object) *Source {
+	b.Helper()
+	mapper := meta.NewDefaultRESTMapper(nil)
+	kinds := map[string]schema.GroupVersionKind{}
+	for _, of := range []schema.GroupVersionKind{corev1.SchemeGroupVersion.WithKind("Service"),
+		corev1.SchemeGroupVersion.WithKind("Pod"), ingressKind} {
+		mapper.Add(of, meta.RESTScopeNamespace)
+		plural, _ := meta.UnsafeGuessKindToResource(of)
+		kinds[plural.Resource] = of
+	}
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Query().Get("watch") != "" {
+			if r.URL.Query().Get("sendInitialEvents") != "" {
+				w.WriteHeader(http.StatusUnprocessableEntity) // it lists then
+				return
+			}
+			w.(http.Flusher).Flush()
+			<-r.Context().Done()
+			return
+		}
+		of := kinds[path.Base(r.URL.Path)]
+		w.Header().Set("Content-Type", "application/json")
+		if err := json.NewEncoder(w).Encode(map[string]any{"kind": of.Kind + "List",
+			"apiVersion": of.GroupVersion().String(), "metadata": map[string]any{"resourceVersion": "1"},
+			"items": objects[of.Kind]}); err != nil {
+			b.Error(err)
+		}
+	}))
+	b.Cleanup(server.Close)
+	known, err := cache.New(&rest.Config{Host: server.URL}, cache.Options{Scheme: clientscheme.Scheme, Mapper: mapper,
+		DefaultUnsafeDisableDeepCopy: ptr.To(true)})
+	if err != nil {
+		b.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(b.Context())
+	b.Cleanup(cancel)
+	go func() { _ = known.Start(ctx) }()
+	s := &Source{Reader: known, Synced: func() bool { return true }}
+	if _, err := s.Watch(ctx, known, mapper); err != nil {
+		b.Fatal(err)
+	}
+	for _, o := range []client.Object{&corev1.Service{}, &corev1.Pod{}} {
+		if _, err := known.GetInformer(ctx, o); err != nil {
+			b.Fatal(err)
+		}
+	}
+	if !known.WaitForCacheSync(ctx) {
+		b.Fatal("the cache did not sync")
+	}
+	return s
 }

@@ -119,11 +119,6 @@ type Dashboard struct {
 		silent []string
 		next   time.Time
 	}
-	// gaps is the last answer to CoveragePath.
-	gaps struct {
-		sync.Mutex
-		api.Coverage
-	}
 }
 
 // New returns a dashboard.

@@ -302,11 +302,14 @@ func (l *Ledger) dropReports(a *agent) {
 // declared it as directed, or that has not declared and whose label is not observed. Agents of
 // observed gateways do not count.
 func (l *Ledger) CouldRoute(services []Service) bool {
-	may := func(s Service) bool {
-		of := l.services[s]
-		return of != nil && len(of.agents[AtHold]) > 0
-	}
-	return may(EveryService) || slices.ContainsFunc(services, may)
+	return l.Asks(AtHold, EveryService) ||
+		slices.ContainsFunc(services, func(s Service) bool { return l.Asks(AtHold, s) })
+}
+
+// Asks reports whether an agent may be asked at a gate about the pods of a Service.
+func (l *Ledger) Asks(g Gate, s Service) bool {
+	of := l.services[s]
+	return of != nil && len(of.agents[g]) > 0 || s != EveryService && l.Asks(g, EveryService)
 }
 
 // names reports whether a has declared one of the Services of d, with any ability.
