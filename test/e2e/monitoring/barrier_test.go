@@ -103,6 +103,7 @@ func TestThePanelsOfTheBarrierHaveData(t *testing.T) {
 		{`sum by (outcome) (lameduck_barrier_waits_total) > 0`, "outcome", "Acknowledged"},
 		{`lameduck_propagation_seconds_count{gateway="kube-proxy",what="idle"} > 0`, "node", "node-1"},
 		{`lameduck_propagation_seconds_count{gateway="haproxy",what="idle"} > 0`, "gateway", "haproxy"},
+		{`lameduck_services{coverage="Acknowledges"} == 1`, "gates", "both"},
 	} {
 		if _, ok := within(has.expr, func(series []map[string]string) bool {
 			return slices.ContainsFunc(series, func(m map[string]string) bool { return m[has.label] == has.value })

@@ -84,6 +84,12 @@ var Rows = []Row{
 				`reason=~"Acknowledged|Uncovered|NoAgents|NotRouted"}`), "{{reason}}"}},
 		},
 		{
+			"Services, by coverage", "Services with pods, of the replica that counts most: the worst coverage among " +
+				"the consumers of a Service, and the gates at which its pods wait for an agent (docs/coverage.md).",
+			"short", false,
+			[]Query{{`max by (coverage, gates) (lameduck_services) > 0`, "{{coverage}}, gates: {{gates}}"}},
+		},
+		{
 			"Openers and witnesses", "Answers of each replica, each second. Every deletion has one opener, and each " +
 				"other replica as a witness: a replica without answers is not asked.", "ops", false,
 			[]Query{{perSecond("instance, role", `lameduck_admission_answers_total`), "{{instance}} {{role}}"}},
