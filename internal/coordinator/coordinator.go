@@ -346,18 +346,16 @@ func (c *Coordinator) Agent(id drain.AgentID) drain.AgentInfo {
 	return c.core.Ledger.Agent(id)
 }
 
-// CouldRoute reports whether some agent may route one of services, as far as is known.
+// CouldRoute reports whether some directed agent may route one of services, as far as is known.
 func (c *Coordinator) CouldRoute(services []drain.Service) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.core.Ledger.CouldRoute(services)
+	return c.Asks(drain.AtHold, services)
 }
 
-// Asks reports whether some agent may be asked at a gate about the pods of a Service.
-func (c *Coordinator) Asks(g drain.Gate, s drain.Service) bool {
+// Asks is [drain.Ledger.Asks].
+func (c *Coordinator) Asks(g drain.Gate, services []drain.Service) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.core.Ledger.Asks(g, s)
+	return c.core.Ledger.Asks(g, services)
 }
 
 // Pod returns what is known of a pod.

@@ -423,7 +423,9 @@ func TestSummary(t *testing.T) {
 	s.Everywhere = func() []drain.Acknowledger { return observer(nil) }
 	s.Barrier = func(p *corev1.Pod) bool { return p.Annotations["barrier"] == "yes" }
 	s.Excluded = []string{"kube-system"}
-	s.Asks = func(g drain.Gate, of drain.Service) bool { return g == drain.AtBarrier || of.Name == "resolved" }
+	s.Asks = func(g drain.Gate, of []drain.Service) bool {
+		return g == drain.AtBarrier || of[0].Name == "resolved"
+	}
 	pods := 0
 	s.Reader = interceptor.NewClient(s.Reader.(client.WithWatch), interceptor.Funcs{List: func(ctx context.Context,
 		c client.WithWatch, list client.ObjectList, o ...client.ListOption) error {
@@ -476,7 +478,7 @@ func TestSummary(t *testing.T) {
 		if pods != 3 {
 			t.Errorf("pods were listed %d times, want once for each namespace that is not excluded", pods)
 		}
-		s.Asks = func(drain.Gate, drain.Service) bool { return true }
+		s.Asks = func(drain.Gate, []drain.Service) bool { return true }
 		time.Sleep(summaryEvery)
 		if sum, err := s.Summary(t.Context()); err != nil || sum.Services[Class{Acknowledges, "both"}] != 1 {
 			t.Errorf("later: %+v, %v", sum, err)
@@ -515,7 +517,7 @@ func BenchmarkSummary(b *testing.B) {
 			}
 			s.Agent = func(drain.AgentID) drain.AgentInfo { return routing("t1", drain.EveryService, drain.Directed) }
 			s.Everywhere = func() []drain.Acknowledger { return observer(nil) }
-			s.Asks = func(drain.Gate, drain.Service) bool { return true }
+			s.Asks = func(drain.Gate, []drain.Service) bool { return true }
 			s.Barrier = func(*corev1.Pod) bool { return true }
 			b.ReportAllocs()
 			cpu := func() time.Duration {

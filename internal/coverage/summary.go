@@ -86,14 +86,14 @@ func (s *Source) summarize(ctx context.Context) (sum Summary, errs error) {
 		barrier := !slices.ContainsFunc(selected, func(p *corev1.Pod) bool { return !s.Barrier(p) })
 		is, err := s.Of(ctx, name, barrier)
 		errs = errors.Join(errs, err)
-		state, at := Possible, 0
+		state, at, services := Possible, 0, []drain.Service{name}
 		if len(is.Consumers) > 0 && (err == nil || is.Consumers[0].State == Uncovered) {
 			state = is.Consumers[0].State
 		}
-		if s.Asks(drain.AtHold, name) {
+		if s.Asks(drain.AtHold, services) {
 			at |= 1
 		}
-		if barrier && s.Asks(drain.AtBarrier, name) {
+		if barrier && s.Asks(drain.AtBarrier, services) {
 			at |= 2
 		}
 		sum.Services[Class{state, gates[at]}]++

@@ -64,7 +64,7 @@ type Facts struct {
 	// 10 s if the pod has no such condition.
 	NotReadyFor time.Duration
 	// Agents is how many are expected. CouldRoute: a directed gateway, or one whose agent has not
-	// declared yet, may route a Service of the pod. See [drain.Ledger.CouldRoute].
+	// declared yet, may route a Service of the pod. See [drain.Ledger.Asks].
 	Agents     int
 	CouldRoute bool
 

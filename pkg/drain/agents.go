@@ -298,18 +298,11 @@ func (l *Ledger) dropReports(a *agent) {
 	a.void()
 }
 
-// CouldRoute reports whether an agent that is asked at the hold may route one of services: one that
-// declared it as directed, or that has not declared and whose label is not observed. Agents of
-// observed gateways do not count.
-func (l *Ledger) CouldRoute(services []Service) bool {
-	return l.Asks(AtHold, EveryService) ||
-		slices.ContainsFunc(services, func(s Service) bool { return l.Asks(AtHold, s) })
-}
-
-// Asks reports whether an agent may be asked at a gate about the pods of a Service.
-func (l *Ledger) Asks(g Gate, s Service) bool {
-	of := l.services[s]
-	return of != nil && len(of.agents[g]) > 0 || s != EveryService && l.Asks(g, EveryService)
+// Asks reports whether an agent may be asked at a gate about the pods of one of services: one that
+// declared it for that gate, or that has not declared and whose label is not of the other.
+func (l *Ledger) Asks(g Gate, services []Service) bool {
+	asks := func(s Service) bool { return l.services[s] != nil && len(l.services[s].agents[g]) > 0 }
+	return asks(EveryService) || slices.ContainsFunc(services, asks)
 }
 
 // names reports whether a has declared one of the Services of d, with any ability.

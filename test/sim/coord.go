@@ -413,7 +413,9 @@ func (c *coord) Expecting() (expected, missing int) {
 	return n.Expected, n.Missing
 }
 
-func (c *coord) CouldRoute(services []drain.Service) bool { return c.ledger.CouldRoute(services) }
+func (c *coord) CouldRoute(services []drain.Service) bool {
+	return c.ledger.Asks(drain.AtHold, services)
+}
 
 func (c *coord) Pod(uid drain.UID) drain.Standing { return c.ledger.Pod(uid) }
 
