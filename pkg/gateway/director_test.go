@@ -214,12 +214,15 @@ func (b *safeBuffer) count(text string) int {
 	return strings.Count(b.b.String(), text)
 }
 
-// directed runs test beside a director. At its end the director must end too, with nil, and leave
-// no goroutine: the bubble panics if one is left.
-func directed(t *testing.T, test func(r *rig)) {
+// directed runs test beside a director, whose plane is as before has made it. At its end the
+// director must end too, with nil, and leave no goroutine: the bubble panics if one is left.
+func directed(t *testing.T, test func(r *rig), before ...func(p *plane)) {
 	synctest.Test(t, func(t *testing.T) {
 		log := &safeBuffer{}
 		p := newPlane()
+		for _, f := range before {
+			f(p)
+		}
 		changes := new(atomic.Int64)
 		r := &rig{t, NewDirector(p, health.New(health.Options{}), slog.New(slog.NewTextHandler(log, nil)),
 			Hooks{Changed: func() { changes.Add(1) }}), p, log, changes}
@@ -305,7 +308,6 @@ func TestAnExclusionIsIdleAfterTheGapAndNoLater(t *testing.T) {
 
 func TestWhatAnEarlierAgentLeftIsRemovedOnceSynced(t *testing.T) {
 	directed(t, func(r *rig) {
-		r.plane.with(func() { r.plane.routed[key("a")], r.plane.routed[key("b")] = true, true })
 		r.list("b")
 		time.Sleep(time.Minute)
 		r.routing("a b")
@@ -313,7 +315,7 @@ func TestWhatAnEarlierAgentLeftIsRemovedOnceSynced(t *testing.T) {
 		r.d.Wake()
 		synctest.Wait()
 		r.routing("b")
-	})
+	}, func(p *plane) { p.routed[key("a")], p.routed[key("b")] = true, true })
 }
 
 // A gateway that counts as ready too early answers its first requests with errors.
@@ -349,11 +351,6 @@ func TestProgrammedOnceTheGatewayRoutesWhatIsWanted(t *testing.T) {
 
 func TestNothingIsDoneBeforeWhatTheGatewayHasIsKnown(t *testing.T) {
 	directed(t, func(r *rig) {
-		down := errors.New("down")
-		r.plane.with(func() {
-			r.plane.routed[key("a")] = true
-			r.plane.ownedErr = func() error { return down }
-		})
 		r.d.Set.Synced()
 		r.exclude("a") // no target has this UID: before Owned has answered, it must not count as idle
 		time.Sleep(time.Minute)
@@ -365,6 +362,9 @@ func TestNothingIsDoneBeforeWhatTheGatewayHasIsKnown(t *testing.T) {
 		time.Sleep(maxRetry + time.Second)
 		r.exclusions("a:idle")
 		r.routing("")
+	}, func(p *plane) {
+		p.routed[key("a")] = true
+		p.ownedErr = func() error { return errors.New("down") }
 	})
 }
 
