@@ -13,6 +13,8 @@ GOLANGCI_LINT_SUM := h1:w94zf8HAYI7hm3164kwKsvZRuqXvY+YxeFoTbu1OLg8=
 
 CONTOUR := github.com/projectcontour/contour@v1.33.8
 CONTOUR_SUM := h1:QoOfwqWws+CVRFpsRC2+f1DmB5IdurtyUtepIsiWfE0=
+PROMETHEUS := github.com/prometheus/prometheus@v0.316.0
+PROMETHEUS_SUM := h1:f1GRFerhTMKQma+awCoC9T820ecWeGSdF+xAlMHzZzM=
 ENVOY_GATEWAY := github.com/envoyproxy/gateway@v1.9.1
 ENVOY_GATEWAY_SUM := h1:vAVp6/AlBXJ1aOhp1mxL7fNEzVEfjADUguUhm2wzxQY=
 KUBE_ROUTER := github.com/cloudnativelabs/kube-router/v2@v2.1.0
@@ -99,7 +101,7 @@ chart: helm3 helm4 node-packages kubernetes build ## the chart by Helm 3 and Hel
 	@cd test/e2e && REQUIRE_REAL=1 LAMEDUCK_BIN=$(BIN) go test -tags long -count=1 -timeout 30m -v ./chart
 
 .PHONY: e2e-long
-e2e-long: haproxy envoy traefik nginx caddy busybox curl contour envoy-gateway kube-router helm3 helm4 node-packages kubernetes upstream build ## what is too long for CI, some hours: every scenario on three nodes, losses and races many times, what entries cost (PARTS=regexp); e2e-long.txt says when each part was last green
+e2e-long: haproxy envoy traefik nginx caddy busybox curl contour envoy-gateway kube-router helm3 helm4 prometheus-kubernetes node-packages kubernetes upstream build ## what is too long for CI, some hours: every scenario on three nodes, losses and races many times, what entries cost (PARTS=regexp); e2e-long.txt says when each part was last green
 	@BIN=$(BIN) PARTS='$(PARTS)' test/e2e/long.sh
 	@[ -n '$(PARTS)' ] || $(MAKE) --no-print-directory sim SEEDS=2 DRAWN=20000
 
@@ -246,15 +248,15 @@ haproxy28: ## HAProxy 2.8, in the same way
 axe: ## axe-core, which judges the accessibility of the page, in the same way
 	$(wheel)
 
-# from-source NAME, MODULE, SUM, COMMAND, FILES: a program that is built from its module, once, into
-# the cache, and files of the module beside it.
+# from-source NAME, MODULE, SUM, COMMAND, FILES, TAGS: a program that is built from its module, once,
+# into the cache, and files of the module beside it. A module may have a go.work, for more than it is.
 define from-source
 	@set -e; d=$(TOOLS)/$(1)@$(lastword $(subst @, ,$(2))); [ -x $$d/$(4) ] || { \
 	  module=$$(cd / && go mod download -json $(2)); \
 	  grep -qF '"Sum": "$(3)"' <<< "$$module" || { echo "$(2) is not $(3)" >&2; exit 1; }; \
 	  echo "building $(2) into $$d"; mkdir -p $$d; \
 	  cd "$$(sed -n 's/.*"Dir": "\(.*\)".*/\1/p' <<< "$$module")"; $(if $(5),cp -r $(5) $$d; chmod -R u+w $$d;) \
-	  CGO_ENABLED=0 go build -mod=readonly -ldflags '-s -w' -o $$d/$(4).new ./cmd/$(4); mv $$d/$(4).new $$d/$(4); \
+	  CGO_ENABLED=0 GOWORK=off go build -mod=readonly -tags '$(6)' -ldflags '-s -w' -o $$d/$(4).new ./cmd/$(4); mv $$d/$(4).new $$d/$(4); \
 	}; mkdir -p $(TOOLS)/bin && ln -sf $$d/$(4) $(TOOLS)/bin/$(1)
 endef
 
@@ -269,6 +271,10 @@ envoy-gateway: ## Envoy Gateway and its chart, in the same way, for make e2e-lon
 .PHONY: kube-router
 kube-router: ipset ## kube-router, which enforces network policies, in the same way, for make e2e-long
 	$(call from-source,kube-router,$(KUBE_ROUTER),$(KUBE_ROUTER_SUM),kube-router)
+
+.PHONY: prometheus-kubernetes
+prometheus-kubernetes: ## Prometheus with Kubernetes service discovery, which Debian's lacks, in the same way, for make e2e-long
+	$(call from-source,prometheus-kubernetes,$(PROMETHEUS),$(PROMETHEUS_SUM),prometheus,,remove_all_sd enable_kubernetes_sd)
 
 .PHONY: helm3 helm4
 helm3: ## Helm 3, in the same way

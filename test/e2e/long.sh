@@ -46,6 +46,7 @@ for i in {1..10}; do # its namespaces stay until the cluster ends
 	part "many-$i" -count=1 -timeout 1h -run '^TestManyDeletionsAndOneSilentAgent$' ./scenarios
 done
 part policies LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 20m -run '^TestNetworkPolicy$' ./quickstart
+part discovery LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 20m -run '^TestDiscovery$' ./discovery
 part chart LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h ./chart
 part upstream ONLY= LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 3h -run '^TestUpstream$' ./nodes
 part chaos SEED=1 MINUTES=10 LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 40m -run '^TestChaos$' ./nodes

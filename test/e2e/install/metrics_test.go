@@ -162,7 +162,8 @@ scrape_configs:
 
 // What the operations page says to scrape finds coordinators and agents by the names of their
 // ports, and node agents, which declare none, by the address of their node.
-// Debian's Prometheus cannot discover pods: it is given what it would find, and relabels that.
+// Debian's Prometheus cannot discover pods: it is given what it would find, and relabels that. In
+// test/e2e/discovery one that can discovers them.
 func TestTheDocumentedScrapeConfiguration(t *testing.T) {
 	prometheus := harness.Program(t, "prometheus", "apt-get install prometheus")
 	s := open(t)
