@@ -12,12 +12,14 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/yaml"
@@ -29,7 +31,8 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-func TestMain(m *testing.M) { cluster.Main(m) }
+// Root without a user namespace, because the kernel accepts programs from no other.
+func TestMain(m *testing.M) { cluster.MainAsRoot(m) }
 
 // target is what Prometheus scrapes.
 type target struct {
@@ -42,8 +45,9 @@ type place struct{ url, instance, namespace, pod string }
 
 // A Prometheus discovers pods by the API server: by the scrape configuration of the operations
 // page, and by those that the Prometheus operator makes of the chart's PodMonitors. Both find the
-// coordinator, the agent beside HAProxy and the node agent, and nothing else. All are up, and no
-// label of theirs hides one of a metric. Each series that an alert asks for is there.
+// coordinator, the agents beside HAProxy and beside a gateway that the kernel directs, and the node
+// agent, and nothing else. All are up, and no label of theirs hides one of a metric. Each series
+// that an alert asks for is there, and the kernel's agent has data in each panel of gateways.
 func TestDiscovery(t *testing.T) {
 	program := gatewaytest.LookPath(t, "prometheus-kubernetes")
 	harness.HAProxy(t)
@@ -59,10 +63,11 @@ func TestDiscovery(t *testing.T) {
 	must(s.InstallApp(t.Context(), stage.App{Namespace: "shop", Replicas: 3}))
 	_, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: "shop"})
 	must(err)
+	installKernel(t, s)
 	var want []place
 	for _, of := range []struct{ namespace, selector, port string }{
 		{stage.System, "app.kubernetes.io/component=webhook", "8080"}, {"shop", "app=gateway", "9101"},
-		{"lameduck-node", "app.kubernetes.io/component=node", "9101"},
+		{"edge", "app=ingress", "9101"}, {"lameduck-node", "app.kubernetes.io/component=node", "9101"},
 	} {
 		pods, err := s.Pods(t.Context(), of.namespace, of.selector)
 		must(err)
@@ -75,6 +80,7 @@ func TestDiscovery(t *testing.T) {
 		}
 		want = append(want, place{"http://" + address + "/metrics", address, of.namespace, pods[0].Name})
 	}
+	kernel := want[2].instance
 
 	discovery := fmt.Sprintf("kubernetes_sd_configs: [{role: pod, kubeconfig_file: %q}]", s.Cluster.Kubeconfig())
 	jobs := documented(t, discovery) + podMonitors(t, discovery)
@@ -134,6 +140,38 @@ func TestDiscovery(t *testing.T) {
 			}
 		}
 	}
+	for _, metric := range []string{`lameduck_agent_exclusions`, `lameduck_propagation_seconds_count`} {
+		if expr := of(metric, kernel) + " > 0"; len(harness.Series(t, base, expr)) == 0 {
+			t.Errorf("nothing was excluded in the kernel: %s", expr)
+		}
+	}
+	gateways := slices.IndexFunc(monitoring.Rows, func(r monitoring.Row) bool { return r.Title == "Gateways" })
+	for _, p := range monitoring.Rows[gateways].Panels {
+		for _, q := range p.Queries {
+			expr := of(strings.ReplaceAll(q.Expr, "$__rate_interval", "30s"), kernel)
+			series := harness.Series(t, base, expr)
+			t.Logf("%s: %s: %v", p.Title, q.Legend, series)
+			if len(series) == 0 && p.Title != "Probes" {
+				t.Errorf("panel %q has no data of the kind kernel: %s", p.Title, expr)
+			}
+			named := func(m map[string]string) bool { return m["gateway"] == "kernel" }
+			if strings.Contains(q.Legend, "{{gateway}}") && !slices.ContainsFunc(series, named) {
+				t.Errorf("panel %q shows %v, and not the kind kernel", p.Title, series)
+			}
+		}
+	}
+}
+
+var selector = regexp.MustCompile(`(lameduck_[a-z_]+)(\{)?`)
+
+// of is an expression of one instance alone.
+func of(expr, instance string) string {
+	return selector.ReplaceAllStringFunc(expr, func(name string) string {
+		if with, labels := strings.CutSuffix(name, "{"); labels {
+			return fmt.Sprintf("%s{instance=%q,", with, instance)
+		}
+		return fmt.Sprintf("%s{instance=%q}", name, instance)
+	})
 }
 
 // active returns the targets that Prometheus scrapes.
@@ -268,3 +306,115 @@ func asOnTheNode(t *testing.T, pod *corev1.Pod) string {
 	})
 	return listener.Addr().String()
 }
+
+// installKernel installs a gateway with the agent of manifests/kernel, and waits until it is ready.
+// The gateway sends nothing: what the kernel does with its connections, make e2e-long PARTS=kernel
+// measures. The stand-in of a node has no control groups, so both containers enter that of their
+// pod.
+func installKernel(t *testing.T, s *stage.Stage) {
+	t.Helper()
+	root := "/sys/fs/cgroup"
+	if _, err := os.Stat(root + "/unified"); err == nil {
+		root += "/unified"
+	}
+	group := filepath.Join(root, cluster.RunName()) // removed with it
+	if err := os.Mkdir(group, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	bpf := t.TempDir()
+	if err := unix.Mount("bpf", bpf, "bpf", 0, ""); err != nil {
+		gatewaytest.Missing(t, "bpffs", err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(bpf, unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
+	harness.Namespace(t, s.Kube, "edge", map[string]string{"lameduck.io/mode": "off"})
+	objects := strings.NewReplacer("GROUP", group, "BPF", bpf, "BIN", s.Bin).Replace(kernelGateway)
+	if err := s.Apply(t.Context(), objects); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Await(t.Context(), "edge", "ingress"); err != nil {
+		t.Fatal(err)
+	}
+}
+
+const kernelGateway = `
+apiVersion: v1
+kind: ServiceAccount
+metadata: {name: ingress, namespace: edge}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: lameduck-agent-kernel}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: lameduck-agent}
+subjects: [{kind: ServiceAccount, name: ingress, namespace: edge}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata: {name: lameduck-agent-kernel, namespace: shop}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: lameduck-agent-endpoints}
+subjects: [{kind: ServiceAccount, name: ingress, namespace: edge}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata: {name: lameduck-agent-kernel, namespace: lameduck-system}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: lameduck-agent-coordinators}
+subjects: [{kind: ServiceAccount, name: ingress, namespace: edge}]
+---
+apiVersion: v1
+kind: ConfigMap
+metadata: {name: lameduck-agent-kernel, namespace: edge}
+data:
+  agent.yaml: |
+    apiVersion: lameduck.io/v1alpha1
+    kind: AgentConfiguration
+    coordinators:
+      service: lameduck-system/lameduck-agents
+      port: agents
+      serverName: lameduck-agents.lameduck-system.svc
+      caConfigMap: lameduck-system/lameduck-ca
+      tokenFile: ${VOLUME_TOKEN}/token
+    stateDir: ${VOLUME_STATE}
+    gateway:
+      kernel: {podUID: "${POD_UID}", cgroups: GROUP, pins: BPF, services: [{service: shop/web, port: http}]}
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: ingress, namespace: edge}
+spec:
+  replicas: 1
+  selector:
+    matchLabels: {app: ingress}
+  template:
+    metadata:
+      labels: {app: ingress, lameduck.io/agent: directed}
+    spec:
+      serviceAccountName: ingress
+      initContainers:
+        - name: lameduck
+          image: lameduck/agent:dev
+          restartPolicy: Always
+          command: [/bin/sh, -c, 'mkdir -p "$0" && echo 0 > "$0/cgroup.procs" && exec "$@"', GROUP/pod$(POD_UID), BIN/agent]
+          args: ["--config=$(VOLUME_CONFIG)/agent.yaml", "--metrics-address=$(POD_IP):9101"]
+          env:
+            - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+            - {name: POD_UID, valueFrom: {fieldRef: {fieldPath: metadata.uid}}}
+          ports: [{name: agent, containerPort: 9101}]
+          startupProbe: {httpGet: {path: /livez, port: agent}, periodSeconds: 1, failureThreshold: 30}
+          readinessProbe: {httpGet: {path: /readyz, port: agent}, periodSeconds: 1}
+      containers:
+        - name: ingress
+          image: ingress
+          command: [/bin/sh, -c, 'echo 0 > "$0/cgroup.procs" && exec sleep infinity', GROUP/pod$(POD_UID)]
+          env:
+            - {name: POD_UID, valueFrom: {fieldRef: {fieldPath: metadata.uid}}}
+      volumes:
+        - {name: config, configMap: {name: lameduck-agent-kernel}}
+        - {name: state, emptyDir: {}}
+        - name: token
+          projected:
+            sources:
+              - serviceAccountToken: {audience: lameduck.io, path: token, expirationSeconds: 3600}
+`
