@@ -101,7 +101,7 @@ chart: helm3 helm4 node-packages kubernetes build ## the chart by Helm 3 and Hel
 	@cd test/e2e && REQUIRE_REAL=1 LAMEDUCK_BIN=$(BIN) go test -tags long -count=1 -timeout 30m -v ./chart
 
 .PHONY: e2e-long
-e2e-long: haproxy envoy traefik nginx caddy busybox curl contour envoy-gateway kube-router helm3 helm4 prometheus-kubernetes node-packages kubernetes upstream build ## what is too long for CI, some hours: every scenario on three nodes, losses and races many times, what entries cost (PARTS=regexp); e2e-long.txt says when each part was last green
+e2e-long: haproxy node-packages kubernetes build ## what is too long for CI, some hours: every scenario on three nodes, losses and races many times, what entries cost (PARTS=regexp); e2e-long.txt says when each part was last green
 	@BIN=$(BIN) PARTS='$(PARTS)' test/e2e/long.sh
 	@[ -n '$(PARTS)' ] || $(MAKE) --no-print-directory sim SEEDS=2 DRAWN=20000
 

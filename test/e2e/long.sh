@@ -13,12 +13,15 @@ echo "last green, of each part:"
 cat "$green"
 summary= failed=
 
-# part NAME [VARIABLE=VALUE...] go test's arguments
+# part NAME [VARIABLE=VALUE...] go test's arguments. NEEDS are what make gets for it besides.
 part() {
 	local name=$1 variables=() log result=ok from=$SECONDS
 	shift
 	[[ $name =~ ${PARTS:-} ]] || return 0
-	while [[ $1 == [A-Z]*=* ]]; do variables+=("$1"); shift; done
+	while [[ $1 == [A-Z]*=* ]]; do
+		if [[ $1 == NEEDS=* ]]; then make -C ../.. --no-print-directory ${1#NEEDS=}; else variables+=("$1"); fi
+		shift
+	done
 	echo "=== $name: ${variables[*]} go test -v $*"
 	log=$(mktemp)
 	env "${variables[@]}" go test -v "$@" 2>&1 | tee "$log" || result=FAILED
@@ -33,8 +36,8 @@ part() {
 	summary+=$(printf '  %-12s %5d s  %s' "$name" $((SECONDS - from)) "$result")$'\n'
 }
 
-part nodes ONLY= LAMEDUCK_BIN="$BIN" -tags e2e -count=1 -timeout 1h -run '^TestNodes$/^(Table|Gateways)$' ./nodes
-part kernel ONLY= REQUESTS=50000 LAMEDUCK_BIN="$BIN" -tags e2e -count=1 -timeout 1h -run '^TestNodes$/^Kernel$' ./nodes
+part nodes NEEDS="envoy traefik contour envoy-gateway" ONLY= LAMEDUCK_BIN="$BIN" -tags e2e -count=1 -timeout 1h -run '^TestNodes$/^(Table|Gateways)$' ./nodes
+part kernel NEEDS="envoy traefik nginx caddy" ONLY= REQUESTS=50000 LAMEDUCK_BIN="$BIN" -tags e2e -count=1 -timeout 1h -run '^TestNodes$/^Kernel$' ./nodes
 part losses -count=20 -timeout 3h -run '^TestNoLossLetsAHeldDeletionThrough$' ./witness
 part evictions-2 ENTRIES=2 ROUNDS=200 -count=1 -timeout 2h -run '^TestTwoEvictionsOfOneBudget$' ./witness
 part evictions-3 ENTRIES=3 ROUNDS=200 -count=1 -timeout 2h -run '^TestTwoEvictionsOfOneBudget$' ./witness
@@ -45,10 +48,10 @@ part slow ROUNDS=10 -count=1 -timeout 1h -run '^TestScaleInWithSlowAcknowledgeme
 for i in {1..10}; do # its namespaces stay until the cluster ends
 	part "many-$i" -count=1 -timeout 1h -run '^TestManyDeletionsAndOneSilentAgent$' ./scenarios
 done
-part policies LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 20m -run '^TestNetworkPolicy$' ./quickstart
-part discovery LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 20m -run '^TestDiscovery$' ./discovery
-part chart LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h ./chart
-part upstream ONLY= LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 3h -run '^TestUpstream$' ./nodes
+part policies NEEDS=kube-router LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 20m -run '^TestNetworkPolicy$' ./quickstart
+part discovery NEEDS=prometheus-kubernetes LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 20m -run '^TestDiscovery$' ./discovery
+part chart NEEDS="helm3 helm4" LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h ./chart
+part upstream NEEDS="upstream busybox curl" ONLY= LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 3h -run '^TestUpstream$' ./nodes
 part chaos SEED=1 MINUTES=10 LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 40m -run '^TestChaos$' ./nodes
 part pace LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 30m -run '^TestPace$' ./nodes
 for version in v1.30.14 v1.31.14 v1.32.13 v1.33.13 v1.34.4 v1.35.4 v1.37.2; do # the last one of each minor
