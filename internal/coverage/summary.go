@@ -50,7 +50,8 @@ func (s *Source) Summary(ctx context.Context) (Summary, error) {
 	s.last.Lock()
 	defer s.last.Unlock()
 	if time.Since(s.last.At) >= summaryEvery {
-		s.last.Summary, s.last.err = s.summarize(ctx)
+		// A caller that gives up must not leave a part for the others.
+		s.last.Summary, s.last.err = s.summarize(context.WithoutCancel(ctx))
 	}
 	return s.last.Summary, s.last.err
 }

@@ -566,9 +566,12 @@ func covers(_ context.Context, service drain.Service, _ bool) (coverage.Service,
 
 // gaps says that an Ingress is not waited for.
 func gaps(context.Context) (coverage.Summary, error) {
-	return coverage.Summary{Services: 7, Whole: 6, Gaps: []coverage.Consumer{{
-		Service: drain.Service{Namespace: "shop", Name: "web"}, Name: "Ingress shop/front",
-		Kind: "Ingress", State: coverage.Uncovered, Why: "no gateway of its class \"nginx\" is declared"}}}, nil
+	return coverage.Summary{
+		Services: map[coverage.Class]int{
+			{State: coverage.Acknowledges, Gates: "both"}: 6, {State: coverage.Uncovered, Gates: "none"}: 1},
+		Gaps: []coverage.Consumer{{
+			Service: drain.Service{Namespace: "shop", Name: "web"}, Name: "Ingress shop/front",
+			Kind: "Ingress", State: coverage.Uncovered, Why: "no gateway of its class \"nginx\" is declared"}}}, nil
 }
 
 func TestThePageExplains(t *testing.T) {
