@@ -76,9 +76,10 @@ func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 	deletions.Wait()
 	cancel()
 	watching.Wait()
+	all := known(t, s, ns, began)
 	t.Logf("%d deletions were carried out, %d of them before the deadline, the last after %s; the coordinator knew "+
 		"of all after %s; %d calls were held at most",
-		manyDeletions, early, last, known(t, s, ns, began), most.Load())
+		manyDeletions, early, last, all, most.Load())
 	reasons := map[string]int{}
 	for _, a := range answers(t, s, ns) {
 		reasons[a.Reason]++
@@ -100,8 +101,10 @@ func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 		goal = "MISS" // with the race detector, on a machine that does other work
 	}
 	t.Logf("goal: the last at most 10s after the deadline of %s: %s", deadline, goal)
-	if last > deadline+25*time.Second {
-		t.Errorf("the last one was carried out after %s, want all within one call of client-go", last)
+	// How soon a coordinator is asked depends on what else the machine does.
+	if last > all+deadline+10*time.Second {
+		t.Errorf("the last one was carried out after %s, want it at most 10s after the deadline of the last that "+
+			"became known", last)
 	}
 	if most.Load() == 0 || most.Load() > holdsAtMost {
 		t.Errorf("%d calls were held at one time, want 1 to %d", most.Load(), holdsAtMost)
