@@ -223,6 +223,9 @@ func (b *Bar) Turn(now time.Time) {
 	first := b.Wake.IsZero()
 	switch {
 	case b.context.NotEnforced:
+		// A hook may have come before the pod's mode was known.
+		b.core.Ledger.EndBarrier(now, b.of.Pod.UID, false)
+		b.core.settle(now)
 		b.Status = drain.Status{Pod: b.of.Pod, Phase: drain.Released, Reason: drain.NotEnforced, Since: b.of.Since}
 		b.Over = true
 		return

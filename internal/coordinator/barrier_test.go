@@ -674,3 +674,32 @@ func TestAHookDoesNotWaitWhereNothingDoes(t *testing.T) {
 		})
 	}
 }
+
+// A hook may come before its replica has heard of the pod, and so of its mode. Once the mode is
+// known, no agent is told of the pod any more, not even one that comes then.
+func TestAHookComesBeforeTheModeIsKnown(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n, near := newNetwork(t), newNearby()
+		near.Known, near.Terminating = false, false
+		r := n.replica("replica-0", "a", with(near))
+		one := n.nodeAgent("node-1", "replica-0")
+		edge := n.agent("edge", []drain.Service{web}, "replica-0")
+		p := pod("a")
+		r.lives.set(p.UID, Leaving)
+		hook := one.hook(p, func(b *wire.BarrierRequest) { b.Terminating = true })
+		waits(t, hook)
+		if edge.exclusions.holders(p) == "" {
+			t.Fatal("who directs is not told while the mode is not known: this test shows nothing")
+		}
+		near.set(func(s *PodContext) { s.Known, s.Terminating, s.NotEnforced = true, true, true })
+		time.Sleep(time.Second)
+		if got := <-hook; got.Reason != drain.NotEnforced.String() {
+			t.Errorf("the hook is answered %v", got.Reason)
+		}
+		late := n.agent("late", []drain.Service{web}, "replica-0")
+		synctest.Wait()
+		if edge.exclusions.holders(p) != "" || late.exclusions.holders(p) != "" {
+			t.Error("an agent excludes a pod whose mode is not enforce")
+		}
+	})
+}

@@ -68,7 +68,8 @@ func (c *Core) measure(now time.Time, uid drain.UID) {
 			return
 		}
 		delete(c.observed, uid)
-		c.effects.Measured = append(c.effects.Measured, Measured{s, now.Sub(s.Since), c.Ledger.EndObserved(now, uid)})
+		c.effects.Measured = append(c.effects.Measured,
+			Measured{s, now.Sub(s.Since), c.Ledger.EndBarrier(now, uid, true)})
 	case now.Sub(o.allowed) > observedFor:
 		delete(c.observed, uid)
 	}

@@ -56,7 +56,7 @@ type Barrier struct {
 	Since time.Time
 	Bound time.Duration
 	// Observe: nothing waits. Directed agents are also asked to watch the pod, not to exclude it,
-	// and no agent is suspended for not answering. See [Ledger.EndObserved].
+	// and no agent is suspended for not answering. See [Ledger.EndBarrier].
 	Observe bool
 	// Stated is the longest wait, from the deletion on, that one of Services states.
 	Stated time.Duration
@@ -262,12 +262,13 @@ func (a *agent) owesBarrier(d *drain) bool {
 	return !b.removedBy.has(a.slot)
 }
 
-// EndObserved ends the observation of a pod whose deletion did not wait, and reports whether an
-// agent had something in flight to it. Agents stop watching and delete nothing, because the pod may
-// still exist.
-func (l *Ledger) EndObserved(now time.Time, uid UID) (inFlight bool) {
+// EndBarrier ends the barrier of a pod whose deletion does not wait: one that observes, or one that
+// was opened before the pod's mode was known. It reports whether an agent had something in flight
+// to the pod. Agents that only watch it stop that and delete nothing, because the pod may still
+// exist.
+func (l *Ledger) EndBarrier(now time.Time, uid UID, observes bool) (inFlight bool) {
 	d := l.at(AtBarrier, uid)
-	if d == nil || !d.open || !d.barrier.observe {
+	if d == nil || !d.open || d.barrier.observe != observes {
 		return false
 	}
 	l.close(now, d, Abandoned)
