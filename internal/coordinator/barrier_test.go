@@ -692,7 +692,6 @@ func TestAHookComesBeforeTheModeIsKnown(t *testing.T) {
 			t.Fatal("who directs is not told while the mode is not known: this test shows nothing")
 		}
 		near.set(func(s *PodContext) { s.Known, s.Terminating, s.NotEnforced = true, true, true })
-		time.Sleep(time.Second)
 		if got := <-hook; got.Reason != drain.NotEnforced.String() {
 			t.Errorf("the hook is answered %v", got.Reason)
 		}
