@@ -83,7 +83,7 @@ func TestDiscovery(t *testing.T) {
 	kernel := want[2].instance
 
 	discovery := fmt.Sprintf("kubernetes_sd_configs: [{role: pod, kubeconfig_file: %q}]", s.Cluster.Kubeconfig())
-	jobs := documented(t, discovery) + podMonitors(t, discovery)
+	jobs := harness.ScrapeConfig(t, discovery) + podMonitors(t, discovery)
 	rules, err := filepath.Abs(filepath.Join(stage.Manifests(), "../monitoring/rules.yaml"))
 	must(err)
 	base := harness.Prometheus(t, program, fmt.Sprintf("global: {scrape_interval: 1s, scrape_timeout: 1s}\n"+
@@ -189,22 +189,6 @@ func active(t *testing.T, base string) []target {
 		t.Fatal(err)
 	}
 	return answer.Data.ActiveTargets
-}
-
-// documented is the job of the operations page.
-func documented(t *testing.T, discovery string) string {
-	t.Helper()
-	page, err := os.ReadFile(filepath.Join(stage.Manifests(), "../../docs/operations.md"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, job, _ := strings.Cut(string(page), "```yaml\nscrape_configs:\n")
-	job, _, _ = strings.Cut(job, "```")
-	const plain = "kubernetes_sd_configs: [{role: pod}]"
-	if strings.Count(job, plain) != 1 {
-		t.Fatalf("not one %s in %s", plain, job)
-	}
-	return strings.Replace(job, plain, discovery, 1)
 }
 
 // podMonitors are the jobs that the Prometheus operator makes of the chart's PodMonitors, as far as

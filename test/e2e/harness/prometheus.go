@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 )
@@ -95,4 +96,20 @@ func Series(t testing.TB, base, expr string) (with []map[string]string) {
 		}
 	}
 	return with
+}
+
+// ScrapeConfig returns the jobs of the operations page, with another way to discover targets.
+func ScrapeConfig(t testing.TB, discovery string) string {
+	t.Helper()
+	page, err := os.ReadFile(filepath.Join(Repository, "docs", "operations.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, jobs, _ := strings.Cut(string(page), "```yaml\nscrape_configs:\n")
+	jobs, _, _ = strings.Cut(jobs, "```")
+	const plain = "kubernetes_sd_configs: [{role: pod}]"
+	if strings.Count(jobs, plain) != 1 {
+		t.Fatalf("not one %s in the scrape configuration of the operations page: %s", plain, jobs)
+	}
+	return strings.Replace(jobs, plain, discovery, 1)
 }

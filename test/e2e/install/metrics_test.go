@@ -178,18 +178,8 @@ func TestTheDocumentedScrapeConfiguration(t *testing.T) {
 			fmt.Fprintf(&static, "{targets: [%q], labels: %s}, ", target["__address__"], labels(t, target))
 		}
 	}
-	operations, err := os.ReadFile(manifests("../docs/operations.md"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, config, _ := strings.Cut(string(operations), "```yaml\nscrape_configs:\n")
-	config, _, _ = strings.Cut(config, "```")
-	const discovery = "kubernetes_sd_configs: [{role: pod}]"
-	if strings.Count(config, discovery) != 1 {
-		t.Fatalf("not one %s in the scrape configuration of the operations page: %s", discovery, config)
-	}
-	base := harness.Prometheus(t, prometheus, "scrape_configs:\n"+strings.Replace(config, discovery,
-		"static_configs: ["+static.String()+"]", 1))
+	base := harness.Prometheus(t, prometheus, "scrape_configs:\n"+
+		harness.ScrapeConfig(t, "static_configs: ["+static.String()+"]"))
 	want := []string{"http://10.0.0.1:8080/metrics", "http://10.0.0.2:9101/metrics", "http://192.0.2.7:9101/metrics"}
 	var got []string
 	harness.Until(t, 30*time.Second, "Prometheus has targets", func() bool {
