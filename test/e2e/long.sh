@@ -46,7 +46,7 @@ part deadline -count=5 -timeout 1h -run '^TestADeadlineDoesNotBeginAgain$' ./wit
 part drain -count=10 -timeout 1h -run '^TestKubectlDrain$' ./witness
 part slow ROUNDS=10 -count=1 -timeout 1h -run '^TestScaleInWithSlowAcknowledgements$' ./witness
 for i in {1..10}; do # its namespaces stay until the cluster ends
-	part "many-$i" -count=1 -timeout 1h -run '^TestManyDeletionsAndOneSilentAgent$' ./scenarios
+	part "many-$i" DELETIONS=500 -count=1 -timeout 1h -run '^TestManyDeletionsAndOneSilentAgent$' ./scenarios
 done
 part policies NEEDS=kube-router LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 20m -run '^TestNetworkPolicy$' ./quickstart
 part discovery NEEDS=prometheus-kubernetes LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 20m -run '^TestDiscovery$' ./discovery

@@ -61,8 +61,8 @@ func (s *Stage) balance(address netip.AddrPort, service string) error {
 			}
 			s.nodes.Go(func() {
 				defer conn.Close()
-				if to := next(); to != "" {
-					s.forward(conn, to)
+				if to := next(); to == "" || !s.forward(conn, to) {
+					s.dropped.Add(1)
 				}
 			})
 		}
@@ -97,11 +97,14 @@ func (s *Stage) behind(service string, port uint16) ([]string, error) {
 	return ready, nil
 }
 
-// forward copies both ways until one end is done.
-func (s *Stage) forward(conn net.Conn, to string) {
+// Dropped returns how many connections to Services were closed because no pod was behind them.
+func (s *Stage) Dropped() int { return int(s.dropped.Load()) }
+
+// forward copies both ways until one end is done. It reports whether there was another end.
+func (s *Stage) forward(conn net.Conn, to string) bool {
 	server, err := net.DialTimeout("tcp", to, 5*time.Second)
 	if err != nil {
-		return
+		return false
 	}
 	defer server.Close()
 	stop := context.AfterFunc(s.running, func() { conn.Close(); server.Close() })
@@ -119,6 +122,7 @@ func (s *Stage) forward(conn net.Conn, to string) {
 		})
 	}
 	both.Wait()
+	return true
 }
 
 // late delays what it reads. Its type hides that the connection could be spliced, which would pass

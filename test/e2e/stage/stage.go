@@ -19,6 +19,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"text/template"
 	"time"
 
@@ -96,6 +97,7 @@ type Stage struct {
 	lose map[string]context.CancelFunc
 	// entries are those that coordinators run for, balanced those whose Service has its stand-in.
 	entries, balanced int
+	dropped           atomic.Int64
 }
 
 // Open starts a node in c and waits until it is ready. Close it.
