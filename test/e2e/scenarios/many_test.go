@@ -86,8 +86,8 @@ func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 		reasons[a.Reason]++
 	}
 	t.Logf("allowed by reason: %v", reasons)
-	// A deletion goes unasked if the calls of both entries take longer than timeoutSeconds or find no
-	// ready replica, as they do where the machine has no time for them.
+	// A deletion goes unasked if the calls of both entries take longer than timeoutSeconds or find
+	// no ready replica, as they do where the machine has no time for them.
 	late, failed := failedCalls(apiServerLog(t, s)[logged:])
 	dropped = s.Dropped() - dropped
 	t.Logf("%d calls of the API server took longer than 4 s, %d failed, and the Services had no pod for %d connections",
