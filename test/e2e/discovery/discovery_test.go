@@ -380,8 +380,8 @@ spec:
         - name: lameduck
           image: lameduck/agent:dev
           restartPolicy: Always
-          command: [/bin/sh, -c, 'mkdir -p "$0" && echo 0 > "$0/cgroup.procs" && exec "$@"', GROUP/pod$(POD_UID), BIN/agent]
-          args: ["--config=$(VOLUME_CONFIG)/agent.yaml", "--metrics-address=$(POD_IP):9101"]
+          command: [/bin/sh, -c, 'mkdir -p "$0" && echo 0 > "$0/cgroup.procs" && exec "$@"', GROUP/pod$(POD_UID)]
+          args: [BIN/agent, "--config=$(VOLUME_CONFIG)/agent.yaml", "--metrics-address=$(POD_IP):9101"]
           env:
             - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
             - {name: POD_UID, valueFrom: {fieldRef: {fieldPath: metadata.uid}}}
