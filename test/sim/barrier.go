@@ -146,11 +146,26 @@ func (k *kernel) late(p *pod) string {
 }
 
 // behind reports whether the kernel has not taken in for more than endpoints.Linger what the API
-// server says. A coordinator that takes the last target of a node at its word cannot know that.
+// server says, or that a pod is ready, which its EndpointSlice says later than the pod. A
+// coordinator that takes the last target of a node at its word cannot know that.
 func (k *kernel) behind() bool {
 	for i, all := range k.w.api.history {
-		if next := k.written[i]; next < len(all) && k.w.at-all[next].at > endpoints.Linger {
+		next := k.written[i]
+		if next == len(all) {
+			continue
+		}
+		if k.w.at-all[next].at > endpoints.Linger {
 			return true
+		}
+		var known []endpoint
+		if next > 0 {
+			known = all[next-1].endpoints
+		}
+		for _, e := range all[len(all)-1].endpoints {
+			if e.ready && k.w.at-k.w.api.find(e.uid).readyAt > endpoints.Linger &&
+				!slices.ContainsFunc(known, func(o endpoint) bool { return o.uid == e.uid && o.ready }) {
+				return true
+			}
 		}
 	}
 	return false
