@@ -31,6 +31,12 @@ func TestTheSchemaSaysWhatTheTypesSay(t *testing.T) {
 // without a key that its kind requires. To find these keys, the test leaves out each key of the
 // files in manifests.
 func TestTheChartsSchemaIsTheAgents(t *testing.T) {
+	var f file
+	f.complete(&haproxy.Config{})
+	for _, key := range []string{"health", "healthTimeout"} {
+		of, _ := configtest.Schema(t, f, kind).Properties.Get(key)
+		configtest.CheckProperty(t, of, key, "../../charts/lameduck/values.schema.json")
+	}
 	schema, _ := configtest.Schema(t, file{}, kind).Properties.Get("gateway")
 	schema.Properties.Delete("kubeProxy") // of node agents
 	one := uint64(1)

@@ -15,6 +15,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/validation"
 
+	"github.com/lameduck-io/lameduck/internal/certs"
 	"github.com/lameduck-io/lameduck/internal/config"
 	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/keys"
@@ -188,6 +189,9 @@ func (o options) check() error {
 			_, err := os.Stat(filepath.Join(dir, name))
 			must(err == nil, "--cert-dir %q: %v", dir, err)
 		}
+		_, err := os.Stat(filepath.Join(dir, certs.CAKey))
+		must(err == nil || o.tokenFile == "", "--cert-dir %q: no %s, with which replicas verify each other: %v", dir,
+			certs.CAKey, err)
 	}
 	if file := o.Certificates.AdmissionSecretFile; file != "" {
 		if err := admission.CheckSecretFile(file); err != nil {

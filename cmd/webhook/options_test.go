@@ -97,6 +97,7 @@ func TestBadFlags(t *testing.T) {
 			[]string{`excludedNamespaces: "B" is not a namespace's name`}},
 		"certificates": {[]string{"--cert-dir", "/nowhere"},
 			[]string{`--cert-dir "/nowhere"`, "tls.crt", "tls.key"}},
+		"certificates of replicas": {[]string{"--token-file", empty}, []string{`no ca.crt`, "verify each other"}},
 		"no secret": {[]string{"--admission-secret-file", "/nowhere"},
 			[]string{`--admission-secret-file "/nowhere"`, "no such file", "kubectl"}},
 		"an empty secret": {[]string{"--admission-secret-file", empty},

@@ -177,15 +177,19 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	secure := &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: proof.certificate}
 	var listeners [5]net.Listener
 	for i, of := range []struct {
-		address string
-		config  net.ListenConfig
-	}{{address: o.Addresses.Admission}, {o.Addresses.Agents, coordinator.ListenConfig(o.times.Away)},
-		{address: o.Addresses.Metrics}, {address: o.Addresses.Probes}, {address: o.Addresses.Dashboard}} {
+		key, address string
+		config       net.ListenConfig
+	}{
+		{key: "admission", address: o.Addresses.Admission},
+		{"agents", o.Addresses.Agents, coordinator.ListenConfig(o.times.Away)},
+		{key: "metrics", address: o.Addresses.Metrics}, {key: "probes", address: o.Addresses.Probes},
+		{key: "dashboard", address: o.Addresses.Dashboard},
+	} {
 		if of.address == "" {
 			continue // the dashboard is not served
 		}
 		if listeners[i], err = of.config.Listen(ctx, "tcp", of.address); err != nil {
-			return fmt.Errorf("listen: %w", err)
+			return fmt.Errorf("addresses.%s %q (with the chart, webhook.ports): %w", of.key, of.address, err)
 		}
 		defer listeners[i].Close()
 	}

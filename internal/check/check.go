@@ -259,8 +259,9 @@ func (f Facts) coordinators(add adder) {
 	}
 	for _, a := range f.Agents {
 		if a.Version != "" && len(all) > 0 && versions[a.Version] == "" {
-			add(Error, "agent "+a.Name, "install the agent of the coordinators' version: kubectl -n "+
-				strings.Split(a.Name, "/")[0]+" set image",
+			namespace, pod, _ := strings.Cut(a.Name, "/")
+			add(Error, "agent "+a.Name, "write the image of the coordinators' version into the workload that this names: "+
+				"kubectl -n "+namespace+" get pod "+pod+" -o jsonpath='{.metadata.ownerReferences[0].name}'",
 				"it is of version %s, the coordinators of %s: they may not understand each other, and deletions then "+
 					"wait up to the deadline", a.Version, strings.Join(all, "; "))
 		}
@@ -466,7 +467,7 @@ func (f Facts) barrier(add adder) {
 	}
 	if f.ProxyMode == "ipvs" {
 		add(Error, "kube-proxy", "mode: nftables in ConfigMap kube-system/kube-proxy",
-			"it runs in mode ipvs, which node agents cannot observe: barriers last to their bound")
+			"it runs in mode ipvs, which node agents cannot observe: no barrier waits for it")
 	}
 	if !f.read("pods") {
 		return

@@ -29,7 +29,10 @@ var installed = [][2]string{
 	{"rbac.authorization.k8s.io", "clusterroles"}, {"rbac.authorization.k8s.io", "clusterrolebindings"},
 	{"admissionregistration.k8s.io", "validatingwebhookconfigurations"},
 	{"admissionregistration.k8s.io", "mutatingwebhookconfigurations"},
-	{"flowcontrol.apiserver.k8s.io", "flowschemas"},
+	{"admissionregistration.k8s.io", "validatingadmissionpolicies"},
+	{"admissionregistration.k8s.io", "validatingadmissionpolicybindings"},
+	{"rbac.authorization.k8s.io", "rolebindings"}, {"flowcontrol.apiserver.k8s.io", "flowschemas"},
+	{"flowcontrol.apiserver.k8s.io", "prioritylevelconfigurations"},
 }
 
 // Pre finds obstacles to an installation. It changes nothing: it creates only access reviews, and

@@ -21,6 +21,7 @@ var rendered = map[string]string{
 	"install-cert-manager.yaml":     "overlays/cert-manager",
 	"install-own-certificates.yaml": "overlays/own-certificates",
 	"barrier.yaml":                  "barrier",
+	"barrier-cert-manager.yaml":     "overlays/cert-manager-barrier",
 	"check.yaml":                    "check",
 }
 

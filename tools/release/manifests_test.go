@@ -58,6 +58,7 @@ func TestManifests(t *testing.T) {
 		"install-cert-manager.yaml":     {ref("lameduck-wait"), ref("webhook"), ref("webhook")},
 		"install-own-certificates.yaml": {ref("lameduck-wait"), ref("webhook"), ref("webhook")},
 		"barrier.yaml":                  {ref("agent")},
+		"barrier-cert-manager.yaml":     {ref("agent")},
 		"check.yaml":                    {ref("webhook")},
 	} {
 		content, err := os.ReadFile(filepath.Join(o.out, file))

@@ -153,6 +153,7 @@ gateways:
     classes: [inner]
     agent:
       serviceAccount: envoy
+      healthTimeout: 2m
       gateway: {envoy: {population: edge/envoy, admin: "http://127.0.0.1:19000", services: [shop/web]}}
   - name: front
     kind: kernel
@@ -172,7 +173,7 @@ gateways:
 			file: {`gateways:\n- kind: traefik\n  name: public\n  namespace: edge`,
 				`- kind: kernel\n  name: front\n  namespace: front\n  selector: app=front\n  services:\n` +
 					`  - shop/web\n`},
-			"ConfigMap edge/lameduck-agent-inner":                           {`admin: http://127.0.0.1:19000`},
+			"ConfigMap edge/lameduck-agent-inner":                           {`admin: http://127.0.0.1:19000`, `healthTimeout: 2m`},
 			"ConfigMap front/lameduck-agent-front":                          {`podUID: ${POD_UID}`},
 			"ClusterRoleBinding <nil>/lameduck-agent-inner":                 {`"name":"envoy","namespace":"edge"`},
 			"RoleBinding lameduck-system/lameduck-agent-coordinators-inner": {`"name":"envoy","namespace":"edge"`},
@@ -197,7 +198,7 @@ barrier: {enabled: true, metricsPort: 19101}
 			"PodMonitor edge/lameduck-node":     {`"replacement":"$1:19101"`},
 			"PrometheusRule edge/lameduck":      {`"release":"prometheus"`},
 			"ConfigMap edge/lameduck-dashboard": {`"grafana_dashboard":"yes"`},
-			nodeAgents:                          {`"--metrics-address=$(HOST_IP):19101"`, `"port":19101`},
+			nodeAgents:                          {`"--metrics-address=[$(HOST_IP)]:19101"`, `"port":19101`},
 		}},
 	{Name: "policies of its own: no priority, no network policy, no check",
 		Values: `
@@ -240,6 +241,6 @@ config: {barrier: {port: 19447}}
 				`{"containerPort":18080,"name":"metrics"}`, `{"containerPort":18081,"name":"probes"}`},
 			file: {`admission: :19443\n  agents: :19444\n  metrics: :18080\n  probes: :18081`,
 				`port: 19447`},
-			"ConfigMap lameduck-node/lameduck-node": {`127.0.0.1:19447`, `${HOST_IP}:19447`},
+			"ConfigMap lameduck-node/lameduck-node": {`127.0.0.1:19447`, `[${HOST_IP}]:19447`},
 		}},
 }

@@ -228,7 +228,7 @@ func TestRotationFailsNoCall(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, bad := range []string{"DATA RACE", "refused a call", "keep certificates"} {
+	for _, bad := range []string{"DATA RACE", "refused a call", "renew certificates:"} {
 		if i := strings.Index(log, bad); i >= 0 {
 			t.Errorf("a coordinator says: %s", log[max(0, i-300):min(len(log), i+2000)])
 		}

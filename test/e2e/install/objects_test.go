@@ -91,17 +91,29 @@ func TestTheChartIsTheManifests(t *testing.T) {
 			t.Errorf("%s (-) and certificates=%s (+): %s", path, certificates, diff)
 		}
 	}
-	chart, err := charted(t, map[string]any{"createNamespace": true, "barrier": map[string]any{"enabled": true}})
-	if err != nil {
-		t.Fatal(err)
+	for _, with := range []struct{ base, barrier, certificates string }{
+		{"base", "barrier", "managed"},
+		{"overlays/cert-manager", "overlays/cert-manager-barrier", "certManager"},
+		{"overlays/own-certificates", "barrier", "own"},
+	} {
+		chart, err := charted(t, map[string]any{"createNamespace": true, "certificates": with.certificates,
+			"barrier": map[string]any{"enabled": true}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		both := objects(t, kustomized(t, s, with.base))
+		maps.Copy(both, objects(t, kustomized(t, s, with.barrier)))
+		if diff := cmp.Diff(plain(both), plain(objects(t, chart))); diff != "" {
+			t.Errorf("%s and %s (-) and barrier.enabled=true (+): %s", with.base, with.barrier, diff)
+		}
 	}
-	both := objects(t, kustomized(t, s, "base"))
-	maps.Copy(both, objects(t, kustomized(t, s, "barrier")))
-	if diff := cmp.Diff(plain(both), plain(objects(t, chart))); diff != "" {
-		t.Errorf("base and barrier (-) and barrier.enabled=true (+): %s", diff)
+	// The path in the webhook configuration can only be written after the install.
+	_, text, err := harness.Chart(t, harness.ChartDir, map[string]any{"certificates": "own"})
+	if err != nil || strings.Contains(text, "helm.sh/hook: post-install") ||
+		!strings.Contains(text, "helm.sh/hook: post-upgrade,test") {
+		t.Errorf("with certificates=own: %v, %s", err, text)
 	}
-	_, text, err := harness.Chart(t, harness.ChartDir, nil)
-	if err != nil {
+	if _, text, err = harness.Chart(t, harness.ChartDir, nil); err != nil {
 		t.Fatal(err)
 	}
 	hooks := objects(t, text)
