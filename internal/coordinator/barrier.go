@@ -172,8 +172,9 @@ type Bar struct {
 	Restart bool
 	// seesQuiet: the agent waits for [PodContext.AtMost].
 	seesQuiet bool
-	// Look: the pod must be read live before the first turn, see [Bar.Read].
-	Look bool
+	// Look: the pod must be read live before the first turn, see [Bar.Read]. stranger: the pod is
+	// not known here, less than strangerTime after its deletion.
+	Look, stranger bool
 	// Status is that of the last turn. Over: answer the hook, with Err if that is not nil.
 	// Otherwise Wake is when the next turn is due, unless something changes for the pod before.
 	Status drain.Status
@@ -181,6 +182,10 @@ type Bar struct {
 	Over   bool
 	Wake   time.Time
 }
+
+// strangerTime is how long after the deletion of a pod that a replica does not know it leaves the
+// pod's hooks to others. It knows none of the pod's Services, and would ask too few agents.
+const strangerTime = 2 * time.Second
 
 // Bar begins the wait of a hook. s is the context of its pod.
 func (c *Core) Bar(now time.Time, who Identity, asked wire.BarrierRequest, s PodContext) (*Bar, error) {
@@ -197,6 +202,7 @@ func (c *Core) Bar(now time.Time, who Identity, asked wire.BarrierRequest, s Pod
 	bound, elapsed := boundOf(asked)
 	return &Bar{core: c, context: s, until: now.Add(min(bound, RestartTimeout)), Restart: !terminating,
 		stopped: asked.Since, Look: terminating && !s.Terminating, seesQuiet: asked.SeesQuiet,
+		stranger: !s.Known && elapsed < strangerTime,
 		of: drain.Barrier{Pod: asked.Pod, By: who.Agent, Targets: asked.Targets, Since: now.Add(-elapsed),
 			Bound: bound},
 	}, nil
@@ -207,13 +213,15 @@ func (b *Bar) Close() { b.core.barriers-- }
 
 // Read records a live read of the pod. An agent may know before this replica that its pod is
 // terminating. It returns a refusal if the pod is not, because a barrier marks it as terminating
-// permanently.
+// permanently, and if this replica does not know the pod and another one may.
 func (b *Bar) Read(life Life, err error) error {
 	switch {
 	case err != nil || life == LifeUnknown:
 		return refusal{http.StatusServiceUnavailable, fmt.Sprintf("pod %s cannot be read: %v", b.of.Pod, err)}
 	case life == Living:
 		return refusal{http.StatusConflict, fmt.Sprintf("pod %s is not terminating", b.of.Pod)}
+	case b.stranger:
+		return refusal{http.StatusServiceUnavailable, fmt.Sprintf("pod %s is not known here yet", b.of.Pod)}
 	}
 	return nil
 }

@@ -497,7 +497,8 @@ func TestOneAgentCannotCutTheStreamsOfAll(t *testing.T) {
 	})
 }
 
-// A watch of the agent may be ahead of the coordinator's.
+// A watch of the agent may be ahead of the coordinator's. Another replica may know the pod, and its
+// Services, so this one takes the hook only after a while.
 func TestAPodThatIsGoingIsReadLive(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n, near := newNetwork(t), newNearby()
@@ -505,7 +506,10 @@ func TestAPodThatIsGoingIsReadLive(t *testing.T) {
 		r := n.replica("replica-0", "a", with(near))
 		r.lives.set("uid-a", Leaving)
 		one := n.nodeAgent("node-1", "replica-0")
-		hook := one.hook(pod("a"))
+		if is := <-one.hook(pod("a")); is.err == nil || !strings.Contains(is.err.Error(), "not known here yet") {
+			t.Errorf("the first hook is told %v", is)
+		}
+		hook := one.hook(pod("a"), func(b *wire.BarrierRequest) { b.ElapsedMillis = strangerTime.Milliseconds() })
 		one.see(t, pod("a"), drain.Idle, true)
 		passed(t, hook, "Acknowledged after 0s")
 	})
@@ -686,7 +690,9 @@ func TestAHookComesBeforeTheModeIsKnown(t *testing.T) {
 		edge := n.agent("edge", []drain.Service{web}, "replica-0")
 		p := pod("a")
 		r.lives.set(p.UID, Leaving)
-		hook := one.hook(p, func(b *wire.BarrierRequest) { b.Terminating = true })
+		hook := one.hook(p, func(b *wire.BarrierRequest) {
+			b.Terminating, b.ElapsedMillis = true, strangerTime.Milliseconds()
+		})
 		waits(t, hook)
 		if edge.exclusions.holders(p) == "" {
 			t.Fatal("who directs is not told while the mode is not known: this test shows nothing")

@@ -38,8 +38,10 @@ const (
 	maxWaits       = 512
 	maxUnknown     = 64
 	strangersOfOne = 4
-	// findTimeout is how long a hook waits for its pod to be known.
-	findTimeout = 2 * time.Second
+	// findTimeout is how long a hook waits for its pod to be known, startTimeout how long while this
+	// agent has not listed the node's pods yet.
+	findTimeout  = 2 * time.Second
+	startTimeout = 15 * time.Second
 	// restartTimeout is how long the stop of a container is delayed if its pod stays, liveTimeout
 	// the part of it that a live read of the pod may take.
 	restartTimeout = 2 * time.Second
@@ -182,7 +184,11 @@ func (s *Server) find(ctx context.Context, id string, from netip.Addr) (nodepods
 		return nodepods.Pod{}, errTooMany
 	}
 	defer s.forget(from)
-	ctx, cancel := context.WithTimeout(ctx, findTimeout)
+	most := findTimeout
+	if !s.pods.Synced() {
+		most = startTimeout
+	}
+	ctx, cancel := context.WithTimeout(ctx, most)
 	defer cancel()
 	if p, ok = s.await(ctx, id, func(nodepods.Pod) bool { return true }); !ok {
 		return nodepods.Pod{}, errUnknown

@@ -24,6 +24,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 
 	"github.com/lameduck-io/lameduck/internal/agent/nodepods"
+	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
 	"github.com/lameduck-io/lameduck/test/agenttest"
 	"github.com/lameduck-io/lameduck/test/planes"
@@ -53,6 +54,7 @@ func newTestNode(t *testing.T) *testNode {
 	}
 	n.Server = New(nodepods.New(func(nodepods.Pod) {}, slog.New(slog.DiscardHandler)), k, live, nil, n.registry,
 		slog.New(slog.DiscardHandler))
+	n.pods.SetSynced()
 	n.unreachable()
 	return n
 }
@@ -207,12 +209,20 @@ func TestHooksEnd(t *testing.T) {
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
 			},
 			after: func(n *testNode) {
-				time.Sleep(600 * time.Millisecond)
+				time.Sleep(2 * time.Second)
 				n.k.Is(podTarget, health.Removed, 1)
-				time.Sleep(600 * time.Millisecond)
+				time.Sleep(2 * time.Second)
 				n.k.Is(podTarget, health.Idle, 0)
 			},
-			code: 200, prefix: "Local", counts: outLocal, least: 1200 * time.Millisecond, most: 1200 * time.Millisecond,
+			code: 200, prefix: "Local", counts: outLocal, least: 4 * time.Second, most: 4 * time.Second,
+		},
+		"no coordinator: the kernel has let go before": {
+			before: func(n *testNode) {
+				n.k.Is(podTarget, health.Idle, 0)
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "Local", counts: outLocal, least: localAfter, most: localAfter + askAgain,
 		},
 		"no coordinator: connections stay": {
 			before: func(n *testNode) {
@@ -228,14 +238,14 @@ func TestHooksEnd(t *testing.T) {
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
 			},
-			code: 200, prefix: "Local", counts: outLocal, least: 2 * time.Second, most: 2*time.Second + askAgain,
+			code: 200, prefix: "Local", counts: outLocal, least: localAfter, most: localAfter + askAgain,
 		},
 		"no coordinator: the kernel cannot be read": {
 			before: func(n *testNode) {
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
 			},
-			code: 200, prefix: "Local", counts: outLocal, least: 2 * time.Second, most: 2*time.Second + askAgain,
+			code: 200, prefix: "Local", counts: outLocal, least: localAfter, most: localAfter + askAgain,
 		},
 		"no coordinator, and the kernel does not let go": {
 			before: func(n *testNode) {
@@ -400,7 +410,8 @@ func TestHooksEnd(t *testing.T) {
 				time.Sleep(100 * time.Millisecond)
 				n.k.Is(podTarget, health.Idle, 0)
 			},
-			code: 200, prefix: "Local", counts: outLocal, least: 1100 * time.Millisecond, most: 1100 * time.Millisecond,
+			code: 200, prefix: "Local", counts: outLocal, least: time.Second + localAfter,
+			most: time.Second + localAfter + askAgain,
 		},
 		"no such pod": {id: "id-b", code: 404, prefix: "Unknown", counts: outUnknown, least: 2 * time.Second,
 			most: 2 * time.Second},
@@ -417,7 +428,7 @@ func TestHooksEnd(t *testing.T) {
 					return p, false, nil
 				}
 			},
-			code: 200, prefix: "Local", counts: outLocal,
+			code: 200, prefix: "Local", counts: outLocal, least: localAfter, most: localAfter + askAgain,
 		},
 		"the pod is gone": {
 			before: func(n *testNode) {
@@ -627,6 +638,51 @@ func TestADeletionWhileAContainerIsBeingStopped(t *testing.T) {
 	})
 }
 
+// The streams of an agent break at one moment, and begin again: the kernel of this node alone is not
+// enough meanwhile, nor while the coordinator that has been asked since waits for other nodes.
+func TestNoCoordinatorForAMoment(t *testing.T) {
+	start := time.Now()
+	at := func(after time.Duration) time.Time { return start.Add(after) }
+	idle := gateway.Reading{State: health.Idle, NoConnections: true}
+	p, _ := nodepods.Read(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second))
+	p.Seen = start
+	w := NewWait(start, p)
+	w.Look(start, idle)
+	w.Answered(at(time.Millisecond), wire.BarrierStatus{}, client.ErrNoCoordinator)
+	w.Look(at(100*time.Millisecond), idle)
+	if w.Over || w.Ask != nil {
+		t.Fatalf("over %t, asks %v", w.Over, w.Ask)
+	}
+	if w.Look(at(askAgain+time.Millisecond), idle); w.Ask == nil {
+		t.Fatal("nobody is asked again")
+	}
+	if w.Look(at(10*time.Second), idle); w.Over {
+		t.Fatalf("over although a coordinator is asked: %s", w.Outcome)
+	}
+	// That one dies. There may be another one.
+	w.Answered(at(10*time.Second), wire.BarrierStatus{}, client.ErrNoCoordinator)
+	if w.Look(at(12*time.Second), idle); w.Over || w.Ask == nil {
+		t.Fatalf("over %t, asks %v", w.Over, w.Ask)
+	}
+	w.Answered(at(12*time.Second), wire.BarrierStatus{}, client.ErrNoCoordinator)
+	if w.Look(at(10*time.Second+localAfter), idle); !w.Over || w.Outcome != outLocal {
+		t.Fatalf("over %t, %s", w.Over, w.Outcome)
+	}
+}
+
+// An agent that has just started has not listed the pods of its node yet.
+func TestHooksWaitForTheFirstList(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		n.Server.pods = nodepods.New(func(nodepods.Pod) {}, slog.New(slog.DiscardHandler))
+		hook := n.hook("id-a")
+		time.Sleep(startTimeout - time.Second)
+		n.k.Is(podTarget, health.Idle, 0)
+		n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+		n.answered(hook, 200, "Local", startTimeout-time.Second+localAfter, startTimeout-time.Second+localAfter+askAgain)
+	})
+}
+
 // Clocks of nodes are wrong, and no coordinator is there: what the kernel says counts by this
 // node's clock, too, also if the agent has started since the deletion.
 func TestTheKernelAloneByThisNodesClock(t *testing.T) {
@@ -643,9 +699,9 @@ func TestTheKernelAloneByThisNodesClock(t *testing.T) {
 				ahead := metav1.NewTime(gone.DeletionTimestamp.Add(time.Hour))
 				gone.DeletionTimestamp = &ahead
 				n.pods.Set(gone, false)
-				n.answered(n.hook("id-a"), 200, "Local", localKept, localKept+askAgain)
+				n.answered(n.hook("id-a"), 200, "Local", localAfter, localAfter+askAgain)
 				n.k.Is(podTarget, health.Routing, 0)
-				n.answered(n.hook("id-a"), 200, "Bound", 30*time.Second-localKept-askAgain, 30*time.Second-localKept)
+				n.answered(n.hook("id-a"), 200, "Bound", 30*time.Second-localAfter-askAgain, 30*time.Second-localAfter)
 			})
 		})
 	}

@@ -17,10 +17,9 @@ const (
 	// localIdle is how long to wait for Idle after Removed in this node's kernel when no
 	// coordinator can be asked.
 	localIdle = 10 * time.Second
-	// localKept is how long after the deletion, when no coordinator can be asked, the pod may stop
-	// although this node's kernel has no other endpoint, or cannot be read. Until then the kernel
-	// may only be late.
-	localKept = 2 * time.Second
+	// localAfter is how long no coordinator can be asked before this node's kernel is enough. A
+	// shorter time is one in which streams begin again, and until then the kernel may only be late.
+	localAfter = 3 * time.Second
 	// countedFresh is how old the last count of connections may be when a coordinator releases a
 	// pod, countedLate how long to wait for a new count.
 	countedFresh = time.Second
@@ -48,10 +47,10 @@ type Wait struct {
 	pod    nodepods.Pod
 	detail string
 	// asked: a coordinator is being asked, or has answered. Otherwise one is to be asked at askAt.
-	asked bool
-	askAt time.Time
-	// alone: no coordinator could be asked, because of trouble.
-	alone   bool
+	asked          bool
+	askedAt, askAt time.Time
+	// alone is since when no coordinator can be asked, because of trouble. Zero: one can be.
+	alone   time.Time
 	trouble string
 	// passed is the answer of a coordinator at passedAt. removedAt is since when the kernel has
 	// been Removed. Zero: not yet.
@@ -85,7 +84,7 @@ func (w *Wait) Look(now time.Time, is gateway.Reading) {
 	case w.removedAt.IsZero():
 		w.removedAt = now
 	}
-	if w.alone && w.stopped(now, is) {
+	if !w.asked && !w.alone.IsZero() && now.Sub(w.alone) >= localAfter && w.stopped(now, is) {
 		w.end(outLocal, "this node's kernel is "+is.State.String()+"; "+w.trouble)
 		return
 	}
@@ -112,7 +111,7 @@ func (w *Wait) Look(now time.Time, is gateway.Reading) {
 		return
 	}
 	if !w.asked && !now.Before(w.askAt) {
-		w.asked = true
+		w.asked, w.askedAt = true, now
 		w.Ask = &wire.BarrierRequest{
 			Pod: w.pod.Pod, Targets: w.pod.Targets, Since: w.pod.Since, Terminating: true,
 			BoundMillis:   max(0, w.pod.Deadline().Sub(w.pod.Seen)-answerMargin).Milliseconds(),
@@ -126,7 +125,7 @@ func (w *Wait) Look(now time.Time, is gateway.Reading) {
 	case passed && !w.statedOver(now, is):
 	case passed:
 		pause = countedLate / 20
-	case !w.alone:
+	case w.alone.IsZero():
 		return
 	}
 	if wake := now.Add(pause); wake.Before(w.Wake) {
@@ -137,10 +136,14 @@ func (w *Wait) Look(now time.Time, is gateway.Reading) {
 // Answered records the answer of a coordinator, which has released the pod, or why there is none.
 func (w *Wait) Answered(now time.Time, passed wire.BarrierStatus, err error) {
 	if err == nil {
-		w.passed, w.passedAt, w.alone = passed, now, false
+		w.passed, w.passedAt, w.alone = passed, now, time.Time{}
 		return
 	}
-	w.alone, w.trouble, w.asked, w.askAt = true, err.Error(), false, now.Add(askAgain)
+	// A coordinator that took that long had taken the barrier, or is slow: others may answer.
+	if w.alone.IsZero() || now.Sub(w.askedAt) >= localAfter {
+		w.alone = now
+	}
+	w.trouble, w.asked, w.askAt = err.Error(), false, now.Add(askAgain)
 }
 
 // mayStop reports whether a pod that a coordinator has released may be told to stop, and with which
@@ -177,16 +180,13 @@ func (w *Wait) statedOver(now time.Time, is gateway.Reading) bool {
 // stopped reports whether this node's kernel alone is enough, when no coordinator can be asked. All
 // times are by this node's clock.
 func (w *Wait) stopped(now time.Time, is gateway.Reading) bool {
-	late := now.Sub(w.pod.Seen) >= localKept
 	switch is.State {
-	case health.Idle:
+	case health.Idle, health.Unknown:
 		return true
 	case health.Removed:
 		return now.Sub(w.removedAt) >= localIdle
 	case health.Kept:
-		return is.NoConnections && late
-	case health.Unknown:
-		return late
+		return is.NoConnections
 	default:
 		return false
 	}

@@ -140,6 +140,13 @@ func (n *Pods) Synced() bool {
 	return n.listed
 }
 
+// SetSynced records that the first list is complete.
+func (n *Pods) SetSynced() {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.listed = true
+}
+
 // Set records a pod or, if gone is set, its deletion.
 func (n *Pods) Set(p *corev1.Pod, gone bool) {
 	n.mu.Lock()
@@ -242,9 +249,7 @@ func (n *Pods) Run(ctx context.Context, kube kubernetes.Interface, node string) 
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		if w.Synced(ctx) {
-			n.mu.Lock()
-			n.listed = true
-			n.mu.Unlock()
+			n.SetSynced()
 		}
 	})
 	defer wg.Wait()
