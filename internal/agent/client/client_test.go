@@ -473,6 +473,45 @@ func TestLearnedWhenTheStreamHasBroughtWhatWasDeclared(t *testing.T) {
 	})
 }
 
+// The first list has nothing of what an agent has not declared yet. An agent whose streams were away
+// for a moment would route the pods again that coordinators still drain.
+func TestWhatIsNotDeclaredYetIsNotReadmitted(t *testing.T) {
+	for name, c := range map[string]struct {
+		after    time.Duration
+		declared int
+		want     bool
+	}{
+		"the first list":                     {time.Millisecond, 0, false},
+		"the answer to the declaration":      {time.Millisecond, 1, true},
+		"the declaration is never answered":  {declaredWithin, 0, true},
+		"the declaration is answered slowly": {declaredWithin - time.Second, 0, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := &exclusions{of: map[drain.UID]map[string]bool{"a": {"r/e": true}}}
+			hello := wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{Protocol: wire.Spoken()[0],
+				Holder: drain.Holder{Replica: "r", Epoch: "e"}, AwayMillis: 1, ExpiryMillis: 1, RenewalMillis: 1}}
+			s, err := NewSession(hello, "boot", e, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			now := time.Now()
+			if synced, _, err := s.Message(now, wire.Message{Type: wire.TypeSynced}); !synced || err != nil {
+				t.Fatal(synced, err)
+			}
+			if len(e.Held("r/e")) == 0 {
+				t.Fatal("readmitted by the first list")
+			}
+			message := wire.Message{Type: wire.TypeSynced, Declared: c.declared}
+			if synced, _, err := s.Message(now.Add(c.after), message); synced || err != nil {
+				t.Fatal(synced, err)
+			}
+			if got := len(e.Held("r/e")) == 0; got != c.want {
+				t.Errorf("readmitted %t, want %t", got, c.want)
+			}
+		})
+	}
+}
+
 // Without this, an acknowledgement names what the agent was not told of, or hides that one of many
 // pods is still routed.
 func TestAllDrainsAreReportedInOneLine(t *testing.T) {

@@ -24,8 +24,9 @@ type Session struct {
 
 	mu sync.Mutex
 	// listed are the pods that each gate's part of the list has named so far. Nil once it is
-	// complete.
-	listed *[2]map[drain.UID]bool
+	// complete. syncedAt is the time of the first message of type synced.
+	listed   *[2]map[drain.UID]bool
+	syncedAt time.Time
 	// asked are the drains and barriers that the stream has opened.
 	asked [2]map[drain.UID]asked
 	// revision is the revision of the last drains, at the time of the last message.
@@ -38,6 +39,9 @@ type Session struct {
 	upTo *drain.UpTo
 	said [2]map[drain.UID]drain.Report
 }
+
+// declaredWithin is how long after its first list a stream has answered the agent's declaration.
+const declaredWithin = 10 * time.Second
 
 // asked is a drain that the agent is to report on: its number, see [drain.Open], and the last
 // revision with which the stream named it.
@@ -77,6 +81,9 @@ func (s *Session) Message(now time.Time, m wire.Message) (synced, news bool, err
 	s.exclusions.Renew(now, s.holder(), s.expires(now))
 	// Not before the expiries are renewed: later reports hold as long as these do.
 	s.at = m.At
+	if s.listed != nil && !s.syncedAt.IsZero() && now.Sub(s.syncedAt) >= declaredWithin {
+		s.complete(now)
+	}
 	switch {
 	case m.Type == wire.TypeDrains && m.Drains != nil:
 		for i := range m.Drains.Pods {
@@ -99,10 +106,15 @@ func (s *Session) Message(now time.Time, m wire.Message) (synced, news bool, err
 		}
 	case m.Type == wire.TypeSynced:
 		s.answered = max(s.answered, m.Declared)
-		if s.listed != nil {
+		// What an agent has not declared may not be listed, and is still open.
+		if s.listed != nil && m.Declared > 0 {
 			s.complete(now)
-			return true, false, nil
 		}
+		synced = s.syncedAt.IsZero()
+		if synced {
+			s.syncedAt = now
+		}
+		return synced, false, nil
 	case m.Type == wire.TypeRefused && m.Refused != nil:
 		return false, false, fmt.Errorf("coordinator refuses: %s", m.Refused.Error)
 	}
