@@ -86,6 +86,9 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 	m.Refusals(registry, checks.Refusals)
 	exclusions := exclusion.New(time.Now(), set, kept, ports, wake,
 		metrics.NewPropagation(registry, o.kind.Name(), o.nodeName), log)
+	if kind, ok := o.kind.(gateway.DirectedKind); ok && !kind.OwnsPool() {
+		exclusions.Follow()
+	}
 	tasks := []serve.Task{
 		{Name: "journal", Run: kept.Run},
 		{Name: "probes", Run: probes.Run},

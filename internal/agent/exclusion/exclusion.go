@@ -43,6 +43,11 @@ type Exclusions struct {
 	// nil, observes once how long each state took.
 	furthest    map[health.UID]health.State
 	propagation *prometheus.HistogramVec
+	// follows: the gateway reads EndpointSlices itself, see Follow. made is when each exclusion was
+	// made, freshAt the last time for which all EndpointSlices are known.
+	follows bool
+	made    map[health.UID]time.Time
+	freshAt time.Time
 }
 
 // New returns the exclusions of set, with those that are in journal from an earlier process of the
@@ -54,6 +59,7 @@ func New(now time.Time, set *health.Set, kept *journal.Journal, ports map[health
 	t := &Exclusions{
 		set: set, journal: kept, ports: ports, wake: wake, propagation: propagation, log: log,
 		known: map[health.UID]health.State{}, furthest: map[health.UID]health.State{},
+		made: map[health.UID]time.Time{},
 	}
 	t.restore(now)
 	return t
@@ -76,6 +82,21 @@ func (t *Exclusions) restore(now time.Time) {
 	}
 }
 
+// Follow records that the gateway reads EndpointSlices itself, and may know a pod that this agent
+// has not heard of. The state of such a pod is then Unknown until EndpointSlices are known as of a
+// time after its exclusion.
+func (t *Exclusions) Follow() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.follows = true
+}
+
+// unheard reports whether the gateway may know targets of s that this agent has not heard of. It is
+// called with mu.
+func (t *Exclusions) unheard(s health.Exclusion) bool {
+	return t.follows && s.Targets == 0 && !t.freshAt.After(t.made[s.UID])
+}
+
 // Exclude implements client.Exclusions. A pod without a UID is ignored.
 func (t *Exclusions) Exclude(now time.Time, pod drain.Pod, holder string, since, expires time.Time) {
 	if pod.UID == "" {
@@ -90,6 +111,9 @@ func (t *Exclusions) Exclude(now time.Time, pod drain.Pod, holder string, since,
 		// For a new holder, the state is news even if other holders have received it.
 		t.mu.Lock()
 		delete(t.known, pod.UID)
+		if _, had := t.made[pod.UID]; !had {
+			t.made[pod.UID] = now
+		}
 		t.mu.Unlock()
 	}
 	t.both.Unlock()
@@ -131,6 +155,8 @@ func (t *Exclusions) Held(holder string) []drain.UID { return t.set.Held(holder)
 
 // Reports implements client.Exclusions.
 func (t *Exclusions) Reports(now time.Time) []drain.Report {
+	t.mu.Lock()
+	defer t.mu.Unlock()
 	exclusions := t.set.Exclusions()
 	reports := make([]drain.Report, len(exclusions))
 	for i, s := range exclusions {
@@ -161,9 +187,9 @@ func (t *Exclusions) services(pools []health.Pool) string {
 
 // proven returns the state that may be reported. Unknown is reported for an exclusion that is not
 // in the file yet: a pod that the gateway does not know yet is Idle immediately, and an agent that
-// reported so and died would route to it when it appears.
+// reported so and died would route to it when it appears. It is called with mu.
 func (t *Exclusions) proven(now time.Time, s health.Exclusion) health.State {
-	if !t.journal.Settled(now, s.UID) {
+	if !t.journal.Settled(now, s.UID) || t.unheard(s) {
 		return health.Unknown
 	}
 	return s.State
@@ -193,6 +219,10 @@ func (t *Exclusions) Changed(now time.Time) bool {
 		}
 	}
 	t.known, t.furthest = all, furthest
+	maps.DeleteFunc(t.made, func(uid health.UID, _ time.Time) bool {
+		_, is := all[uid]
+		return !is
+	})
 	return news
 }
 

@@ -187,6 +187,57 @@ func TestAnExclusionExpiresInTheSetWhenItDoesInTheJournal(t *testing.T) {
 	}
 }
 
+// A gateway that reads EndpointSlices itself may send to a pod that this agent's watch has not shown
+// yet: no target is then no proof.
+func TestAPodThatTheAgentHasNotHeardOf(t *testing.T) {
+	for _, follows := range []bool{false, true} {
+		t.Run(fmt.Sprintf("follows=%t", follows), func(t *testing.T) {
+			j, stop := kept(t, "")
+			defer stop()
+			set := health.New(health.Options{})
+			set.Synced()
+			set.Observe(time.Now(), health.Observation{Generation: "g", At: time.Now()})
+			woken := 0
+			exclusions := New(time.Now(), set, j, nil, func() { woken++ }, nil, slog.New(slog.DiscardHandler))
+			if follows {
+				exclusions.Follow()
+			}
+			lapses := &Lapses{Exclusions: exclusions, Rand: func(time.Duration) time.Duration { return 0 }}
+			now := time.Now()
+			exclusions.Exclude(now, drain.Pod{UID: "a"}, "r/1", now, now.Add(time.Minute))
+			state := func() drain.State {
+				t.Helper()
+				if err := j.Sync(); err != nil {
+					t.Fatal(err)
+				}
+				exclusions.Changed(time.Now())
+				return exclusions.Reports(time.Now())[0].State
+			}
+			if due := lapses.Due(now.Add(time.Second)); due != follows {
+				t.Errorf("EndpointSlices are read: %t", due)
+			}
+			if !follows {
+				if got := state(); got != drain.Idle {
+					t.Errorf("%s, want idle", got)
+				}
+				return
+			}
+			if got := state(); got != drain.StateUnknown {
+				t.Errorf("%s before EndpointSlices are known", got)
+			}
+			lapses.Answered(now.Add(time.Second), now.Add(time.Second), errors.New("away"))
+			if lapses.Due(now.Add(time.Second)) || state() != drain.StateUnknown {
+				t.Error("a list that failed proves something, or is repeated at once")
+			}
+			woken = 0
+			lapses.Answered(now.Add(5*time.Second), now.Add(5*time.Second), nil)
+			if got := state(); got != drain.Idle || woken == 0 || lapses.Due(now.Add(6*time.Second)) {
+				t.Errorf("%s, woken %d times, once EndpointSlices are known", got, woken)
+			}
+		})
+	}
+}
+
 // Without this, a pod that is routed again after a reload counts twice, and one that was never
 // routed counts as quick.
 func TestPropagationIsWrittenDownOnce(t *testing.T) {

@@ -3,6 +3,7 @@ package exclusion
 import (
 	"context"
 	"math/rand/v2"
+	"slices"
 	"time"
 )
 
@@ -17,7 +18,8 @@ const (
 	maxFreshRetry   = 30 * time.Second
 )
 
-// Expire ends expiries that no coordinator renews, until ctx is done. fresh returns nil if the
+// Expire ends expiries that no coordinator renews, until ctx is done, and has EndpointSlices read
+// where [Exclusions.Follow] needs them. fresh returns nil if the
 // EndpointSlices in the set are not older than the call.
 func (t *Exclusions) Expire(ctx context.Context, fresh func(context.Context) error) error {
 	ticker := time.NewTicker(LapseEvery)
@@ -58,6 +60,8 @@ type Lapses struct {
 func (l *Lapses) Due(now time.Time) bool {
 	expired := l.journal.Expired(now)
 	switch {
+	case len(expired) == 0 && l.anyUnheard():
+		return !now.Before(l.next)
 	case len(expired) == 0:
 		l.next, l.pause, l.failing = time.Time{}, 0, ""
 		l.lapse(now)
@@ -76,15 +80,32 @@ func (l *Lapses) Due(now time.Time) bool {
 func (l *Lapses) Answered(asked, now time.Time, err error) {
 	if err == nil {
 		l.lapse(asked) // not those that have expired since
+		l.heard(asked)
 		return
 	}
 	pause := max(l.pause, freshRetryFirst)
 	l.next, l.pause = now.Add(pause/2+l.Rand(pause)), min(2*pause, maxFreshRetry)
 	if text := err.Error(); text != l.failing {
-		l.log.Warn("EndpointSlices may be old: exclusions stand although their expiries are over", "uids",
-			l.journal.Expired(now), "error", err)
+		l.log.Warn("EndpointSlices may be old: exclusions stand although their expiries are over, and pods that are "+
+			"not known yet are not acknowledged", "expired", l.journal.Expired(now), "error", err)
 		l.failing = text
 	}
+}
+
+// anyUnheard reports whether the gateway may know targets of an exclusion that this agent has not
+// heard of.
+func (t *Exclusions) anyUnheard() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.follows && slices.ContainsFunc(t.set.Exclusions(), t.unheard)
+}
+
+// heard records that all EndpointSlices are known as of a time.
+func (t *Exclusions) heard(at time.Time) {
+	t.mu.Lock()
+	t.freshAt = at
+	t.mu.Unlock()
+	t.wake()
 }
 
 // lapse ends the exclusions that have expired at now. Their pods are routed again, where their pool
