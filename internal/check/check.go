@@ -260,8 +260,8 @@ func (f Facts) coordinators(add adder) {
 	for _, a := range f.Agents {
 		if a.Version != "" && len(all) > 0 && versions[a.Version] == "" {
 			namespace, pod, _ := strings.Cut(a.Name, "/")
-			add(Error, "agent "+a.Name, "write the image of the coordinators' version into the workload that this names: "+
-				"kubectl -n "+namespace+" get pod "+pod+" -o jsonpath='{.metadata.ownerReferences[0].name}'",
+			add(Error, "agent "+a.Name, "write the coordinators' version into the image of its workload, which this "+
+				"names: kubectl -n "+namespace+" get pod "+pod+" -o jsonpath='{.metadata.ownerReferences[0].name}'",
 				"it is of version %s, the coordinators of %s: they may not understand each other, and deletions then "+
 					"wait up to the deadline", a.Version, strings.Join(all, "; "))
 		}
