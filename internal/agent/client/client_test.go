@@ -473,8 +473,8 @@ func TestLearnedWhenTheStreamHasBroughtWhatWasDeclared(t *testing.T) {
 	})
 }
 
-// The first list has nothing of what an agent has not declared yet. An agent whose streams were away
-// for a moment would route the pods again that coordinators still drain.
+// The first list has nothing of what an agent has not declared yet. An agent whose streams were
+// away for a moment would route the pods again that coordinators still drain.
 func TestWhatIsNotDeclaredYetIsNotReadmitted(t *testing.T) {
 	for name, c := range map[string]struct {
 		after    time.Duration

@@ -187,8 +187,8 @@ func TestAnExclusionExpiresInTheSetWhenItDoesInTheJournal(t *testing.T) {
 	}
 }
 
-// A gateway that reads EndpointSlices itself may send to a pod that this agent's watch has not shown
-// yet: no target is then no proof.
+// A gateway that reads EndpointSlices itself may send to a pod that this agent's watch has not
+// shown yet: no target is then no proof.
 func TestAPodThatTheAgentHasNotHeardOf(t *testing.T) {
 	for _, follows := range []bool{false, true} {
 		t.Run(fmt.Sprintf("follows=%t", follows), func(t *testing.T) {

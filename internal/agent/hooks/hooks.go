@@ -38,8 +38,8 @@ const (
 	maxWaits       = 512
 	maxUnknown     = 64
 	strangersOfOne = 4
-	// findTimeout is how long a hook waits for its pod to be known, startTimeout how long while this
-	// agent has not listed the node's pods yet.
+	// findTimeout is how long a hook waits for its pod to be known, startTimeout how long while
+	// this agent has not listed the node's pods yet.
 	findTimeout  = 2 * time.Second
 	startTimeout = 15 * time.Second
 	// restartTimeout is how long the stop of a container is delayed if its pod stays, liveTimeout

@@ -638,8 +638,8 @@ func TestADeletionWhileAContainerIsBeingStopped(t *testing.T) {
 	})
 }
 
-// The streams of an agent break at one moment, and begin again: the kernel of this node alone is not
-// enough meanwhile, nor while the coordinator that has been asked since waits for other nodes.
+// The streams of an agent break at one moment, and begin again: the kernel of this node alone is
+// not enough meanwhile, nor while the coordinator that has been asked since waits for other nodes.
 func TestNoCoordinatorForAMoment(t *testing.T) {
 	start := time.Now()
 	at := func(after time.Duration) time.Time { return start.Add(after) }
@@ -654,7 +654,7 @@ func TestNoCoordinatorForAMoment(t *testing.T) {
 		t.Fatalf("over %t, asks %v", w.Over, w.Ask)
 	}
 	if w.Look(at(askAgain+time.Millisecond), idle); w.Ask == nil {
-		t.Fatal("nobody is asked again")
+		t.Fatal("no coordinator is asked again")
 	}
 	if w.Look(at(10*time.Second), idle); w.Over {
 		t.Fatalf("over although a coordinator is asked: %s", w.Outcome)
@@ -679,7 +679,8 @@ func TestHooksWaitForTheFirstList(t *testing.T) {
 		time.Sleep(startTimeout - time.Second)
 		n.k.Is(podTarget, health.Idle, 0)
 		n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
-		n.answered(hook, 200, "Local", startTimeout-time.Second+localAfter, startTimeout-time.Second+localAfter+askAgain)
+		took := startTimeout - time.Second + localAfter
+		n.answered(hook, 200, "Local", took, took+askAgain)
 	})
 }
 
