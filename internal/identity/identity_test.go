@@ -225,6 +225,36 @@ func TestErrorsAreNotRemembered(t *testing.T) {
 	}
 }
 
+// Without this, an API server that has no time keeps the agents out whose streams it has approved,
+// when most pods are deleted.
+func TestAnEarlierAnswerStandsInForTheAPIServer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newAPIServer(t)
+		claims := fmt.Sprintf(`{"exp":%d}`, time.Now().Add(4*time.Minute).Unix())
+		ends := "token." + base64.RawURLEncoding.EncodeToString([]byte(claims)) + ".signature"
+		for _, token := range []string{"token", ends} {
+			if _, err := s.Authenticate(t.Context(), token); err != nil {
+				t.Fatal(err)
+			}
+		}
+		s.downTokens, s.downAccess = errors.New("away"), errors.New("away")
+		time.Sleep(remember + standIn - 2*time.Second - (remember - rememberRight))
+		if _, err := s.Authenticate(t.Context(), "token"); err != nil {
+			t.Errorf("the API server is away: %v", err)
+		}
+		if _, err := s.Authenticate(t.Context(), ends); err == nil {
+			t.Error("a token is good beyond its own end")
+		}
+		if _, err := s.Authenticate(t.Context(), "token of another pod"); err == nil {
+			t.Error("a token is good that was never reviewed")
+		}
+		time.Sleep(20 * time.Second)
+		if _, err := s.Authenticate(t.Context(), "token"); err == nil {
+			t.Errorf("an answer stands in for more than %s", standIn)
+		}
+	})
+}
+
 func TestWhatIsRememberedIsBounded(t *testing.T) {
 	s := newAPIServer(t)
 	s.strangers.SetLimit(rate.Inf)
@@ -311,7 +341,7 @@ func TestTheRightToAskBarriersIsItsOwn(t *testing.T) {
 		time.Sleep(rememberRight)
 		check("the other one is taken", true, false, 5)
 		s.downAccess = errors.New("timed out")
-		time.Sleep(rememberRight)
+		time.Sleep(rememberRight + standIn)
 		if _, err := s.MayAskBarriers(t.Context(), coordinator.Identity{Username: s.token.User.Username}); err == nil ||
 			!strings.Contains(err.Error(), "may create barriers: timed out") {
 			t.Errorf("%v", err)
