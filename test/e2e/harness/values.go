@@ -173,7 +173,8 @@ gateways:
 			file: {`gateways:\n- kind: traefik\n  name: public\n  namespace: edge`,
 				`- kind: kernel\n  name: front\n  namespace: front\n  selector: app=front\n  services:\n` +
 					`  - shop/web\n`},
-			"ConfigMap edge/lameduck-agent-inner":                           {`admin: http://127.0.0.1:19000`, `healthTimeout: 2m`},
+			"ConfigMap edge/lameduck-agent-inner": {`admin: http://127.0.0.1:19000`,
+				`healthTimeout: 2m`},
 			"ConfigMap front/lameduck-agent-front":                          {`podUID: ${POD_UID}`},
 			"ClusterRoleBinding <nil>/lameduck-agent-inner":                 {`"name":"envoy","namespace":"edge"`},
 			"RoleBinding lameduck-system/lameduck-agent-coordinators-inner": {`"name":"envoy","namespace":"edge"`},

@@ -205,6 +205,10 @@ func (l *lab) targets(t *testing.T, namespace, app, haproxy string) []string {
 	}
 }
 
+// patience is how long clients wait for an answer. All nodes share one machine, which may stall for
+// some seconds; what is sent to a pod that has gone gets no answer for longer.
+const patience = 15 * time.Second
+
 // add starts the clients of one way, which send at a rate all together.
 func (c *clients) add(t *testing.T, l *lab, way string, how traffic, rate float64, o load.Options) {
 	t.Helper()
@@ -213,7 +217,7 @@ func (c *clients) add(t *testing.T, l *lab, way string, how traffic, rate float6
 	if how == keptAlive {
 		many = 6
 	}
-	o.Rate, o.Timeout, o.KeepAlive, o.DropClosed = rate/float64(many), 5*time.Second, how == keptAlive, true
+	o.Rate, o.Timeout, o.KeepAlive, o.DropClosed = rate/float64(many), patience, how == keptAlive, true
 	o.WantBody = []byte("ok\n")
 	for range many {
 		source := len(c.loads) % len(l.Sources)
