@@ -310,7 +310,7 @@ spec:
 			t.Fatal(err)
 		}
 		awaitCheck(t, admin, 1, []found{{"error", "agent lameduck-node/" + pods[0].Name,
-			"it is of version v0.0.9, commit unknown, the coordinators of dev, commit unknown", "set image"}})
+			"it is of version v0.0.9, commit unknown, the coordinators of dev, commit unknown", "ownerReferences"}})
 		run(filepath.Join(harness.Programs(t), "agent"))
 		well(t)
 	})
