@@ -277,7 +277,6 @@ func (k *Kubernetes) review(ctx context.Context, token string, l lane) (bearer, 
 	err = check(review.Status)
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	now = time.Now()
 	until := now.Add(remember)
 	if err != nil {
 		until = now.Add(rememberNo)
