@@ -26,10 +26,10 @@ type plane struct {
 	g     *Gateway
 }
 
-func start(t *testing.T, settle time.Duration) *plane {
+func start(t *testing.T, says string, settle time.Duration) *plane {
 	t.Helper()
 	p := &plane{}
-	p.says.Store("routing")
+	p.says.Store(says)
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		p.asked.Add(1)
 		says := p.says.Load()
@@ -56,7 +56,7 @@ func start(t *testing.T, settle time.Duration) *plane {
 // The main thread may have said what no worker has done yet when the gateway is stopped. Without a
 // second answer a settle time later, the time alone makes it Removed.
 func TestRemovedNeedsAnAnswerAfterTheSettleTime(t *testing.T) {
-	p := start(t, time.Second)
+	p := start(t, "routing", time.Second)
 	w := p.g.Watch([]netip.AddrPort{target}, func() {})
 	defer w.Close()
 	planes.Await(t, w, health.Routing)
@@ -78,8 +78,7 @@ func TestRemovedNeedsAnAnswerAfterTheSettleTime(t *testing.T) {
 // A gateway that has not learned of a pod looks as one that has removed it. If it read Routing
 // meanwhile, it would count as one that has sent to the pod, and its Removed at once.
 func TestAPodThatWasNeverListedIsNeverRouting(t *testing.T) {
-	p := start(t, 250*time.Millisecond)
-	p.says.Store("")
+	p := start(t, "", 250*time.Millisecond)
 	var w gateway.Watch
 	var routing atomic.Bool
 	ready := make(chan struct{})
@@ -113,8 +112,7 @@ func TestANameIsLoggedOnce(t *testing.T) {
 
 // All questions are asked on one connection. Another one may be to another process.
 func TestAConnectionIsAGeneration(t *testing.T) {
-	p := start(t, 0)
-	p.says.Store("")
+	p := start(t, "", 0)
 	w := p.g.Watch([]netip.AddrPort{target}, func() {})
 	defer w.Close()
 	planes.Await(t, w, health.Idle)
@@ -132,8 +130,7 @@ func TestAConnectionIsAGeneration(t *testing.T) {
 
 // A watch that begins while nothing is answered must not begin with what was read before.
 func TestTheFirstReadingIsNotOfAnEarlierPoll(t *testing.T) {
-	p := start(t, 0)
-	p.says.Store("")
+	p := start(t, "", 0)
 	w := p.g.Watch([]netip.AddrPort{target}, func() {})
 	planes.Await(t, w, health.Idle)
 	p.says.Store("hang")
