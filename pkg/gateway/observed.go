@@ -53,13 +53,12 @@ type Reading struct {
 	// State is Unknown if the data plane could not be read, and Kept if it sends to a target only
 	// because it has no other one. Once nothing new is sent to a target, State is Removed. It
 	// becomes Idle when a count finds no connection to wait for. If a count finds one, State stays
-	// Removed, Counted is the time of the count, and changed is called. Another connection makes an
-	// Idle target Removed again.
+	// Removed, and changed is called. Another connection makes an Idle target Removed again.
 	State health.State
 	// Generation names the life of the data plane that was read. A reading is no evidence for any
 	// other generation.
 	Generation string
-	// Connections is how many were open or being opened when they were counted at Counted. It
+	// Connections is how many were open or being opened in the count that began at Counted. It
 	// includes connections that are not waited for because their clients keep them from one request
 	// to the next.
 	Connections int

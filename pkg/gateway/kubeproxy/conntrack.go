@@ -155,26 +155,26 @@ type held struct {
 	kept bool
 }
 
-// see updates h with a count of its connection. old: a connection without counted packets began
-// before the kernel counted packets. waiting is when the wait for a connection that never pauses
-// began.
-func (h *held) see(c connection, old bool, waiting, now time.Time) {
+// see updates h with a count of its connection, which ran from began to ended. old: a connection
+// without counted packets began before the kernel counted packets. waiting is when the wait for a
+// connection that never pauses began.
+func (h *held) see(c connection, old bool, waiting, began, ended time.Time) {
 	if h.first.IsZero() {
-		h.first, h.moved = now, now
+		h.first, h.moved = ended, ended
 	} else {
 		addr := c.to.Addr()
 		h.more = h.more || h.answeredOnce(addr) && c.asked.since(h.asked).payload(maxHeader, addr) > 0
 		h.again = h.again || h.more && c.answered.since(h.answered).payload(headerUsual, addr) > 0
 		if c.asked != h.asked || c.answered != h.answered {
-			h.moved = now
+			h.moved = ended
 		}
 	}
 	h.connection = c
-	quiet := now.Sub(h.moved)
+	quiet := began.Sub(h.moved)
 	switch {
 	case c.protocol != unix.IPPROTO_TCP, h.kept:
 	case h.again:
-		h.kept = quiet >= keptQuiet || min(now.Sub(h.first), now.Sub(waiting)) >= maxKept
+		h.kept = quiet >= keptQuiet || min(began.Sub(h.first), began.Sub(waiting)) >= maxKept
 	case h.answeredOnce(c.to.Addr()), h.unused(), old && c.answered.packets == 0:
 		h.kept = quiet >= maxKept
 	}
@@ -431,7 +431,9 @@ func (o *Observer) count(ctx context.Context) {
 		wake := o.wake
 		switch {
 		case len(due) > 0:
-			found, took, err := counter.find(o.questions(due))
+			addrs, known := o.questions(due)
+			began := time.Now()
+			found, took, err := counter.find(addrs, known)
 			if err != nil && ctx.Err() == nil && !failed {
 				o.log.Warn("connections are not counted: no target becomes Idle", "error", err)
 			}
@@ -439,7 +441,7 @@ func (o *Observer) count(ctx context.Context) {
 			if failed = err != nil; failed {
 				rest = max(rest, countKept)
 			} else {
-				o.counted(due, found, took, time.Now())
+				o.counted(due, found, took, began, time.Now())
 			}
 			// A new watch does not shorten this pause.
 			wait, wake = time.After(rest), nil
@@ -456,8 +458,8 @@ func (o *Observer) count(ctx context.Context) {
 }
 
 type counting struct {
-	period int  // of the watch, when that began
-	walk   bool // all connections, and not only those that are known
+	period, asked int  // of the watch, when that began
+	walk          bool // all connections, and not only those that are known
 }
 
 // due returns the watches to count now, and when the next ones are due.
@@ -479,7 +481,7 @@ func (o *Observer) due(now time.Time) (due map[*Watch]counting, next time.Time) 
 			slow = append(slow, w)
 		}
 		if !w.next.After(now) {
-			due[w] = counting{w.period, w.slow() || !w.busy || now.Sub(w.walked) >= countSlow}
+			due[w] = counting{w.period, w.asked, w.slow() || !w.busy || now.Sub(w.walked) >= countSlow}
 			together = together || w.slow()
 		} else if next.IsZero() || w.next.Before(next) {
 			next = w.next
@@ -487,7 +489,7 @@ func (o *Observer) due(now time.Time) (due map[*Watch]counting, next time.Time) 
 	}
 	if together {
 		for _, w := range slow {
-			due[w] = counting{w.period, true}
+			due[w] = counting{w.period, w.asked, true}
 		}
 	}
 	// A watch that becomes Routing or Kept while there are others does not wake count.
@@ -538,25 +540,26 @@ func (w *Watch) pause(took time.Duration) time.Duration {
 	return countKept
 }
 
-// counted records a count for the watches that have been waiting since before it began.
+// counted records a count that ran from began to ended, for the watches that have been waiting
+// since before it began. A thread that does not get the CPU can make it long.
 func (o *Observer) counted(due map[*Watch]counting, found map[netip.Addr][]connection, took time.Duration,
-	now time.Time) {
+	began, ended time.Time) {
 	own := o.ownAddresses()
 	o.mu.Lock()
 	var told []*Watch
-	old := !o.accounted.IsZero() && now.Sub(o.accounted) >= accountedFor
+	old := !o.accounted.IsZero() && began.Sub(o.accounted) >= accountedFor
 	for w, how := range due {
 		if _, ok := o.watches[w]; !ok || w.period != how.period {
 			continue
 		}
-		w.busy = w.see(found, old, how.walk, now)
+		w.busy = w.see(found, old, how.walk, began, ended)
 		first := w.reading.Counted.Before(w.reading.Since)
-		w.reading.Connections, w.reading.Counted = len(w.held), now
+		w.reading.Connections, w.reading.Counted = len(w.held), began
 		if how.walk {
-			w.notice(found, own, now)
-			w.walked = now
+			w.notice(found, own, began, ended)
+			w.walked = began
 		} else if !w.busy {
-			w.next = now // others may have come
+			w.next = ended // others may have come
 			continue
 		}
 		changed := false
@@ -566,19 +569,21 @@ func (o *Observer) counted(due map[*Watch]counting, found map[netip.Addr][]conne
 		quiet := w.empty >= emptyCounts
 		switch {
 		case w.reading.State == health.Removed && !w.busy:
-			changed = w.enter(health.Idle, now)
+			changed = w.enter(health.Idle, began)
 		case w.reading.State == health.Removed && first:
 			changed = true // it is known now that something is in flight
 		case w.reading.State == health.Idle && w.busy:
-			changed = w.enter(health.Removed, now)
+			changed = w.enter(health.Removed, began)
 		case w.reading.State < health.Removed && w.reading.NoConnections != quiet:
 			w.reading.NoConnections, changed = quiet, true
 		}
 		if changed {
 			told = append(told, w)
 		}
-		w.reading.Connections, w.reading.Counted = len(w.held), now
-		w.next = now.Add(w.pause(took))
+		w.reading.Connections, w.reading.Counted = len(w.held), began
+		if w.next = ended.Add(w.pause(took)); w.asked != how.asked {
+			w.next, w.busy = time.Time{}, false
+		}
 	}
 	o.mu.Unlock()
 	for _, w := range told {
@@ -588,7 +593,7 @@ func (o *Observer) counted(due map[*Watch]counting, found map[netip.Addr][]conne
 
 // see records a count: of all connections if all is set, else of the known ones that were not kept.
 // It reports whether w waits for a connection to one of its targets. The caller holds o.mu.
-func (w *Watch) see(found map[netip.Addr][]connection, old, all bool, now time.Time) (busy bool) {
+func (w *Watch) see(found map[netip.Addr][]connection, old, all bool, began, ended time.Time) (busy bool) {
 	was := w.held
 	w.held = map[string]held{}
 	for key, h := range was {
@@ -603,7 +608,7 @@ func (w *Watch) see(found map[netip.Addr][]connection, old, all bool, now time.T
 			}
 			key := string(c.id) + string(c.original)
 			h := was[key]
-			h.see(c, old, w.entered, now)
+			h.see(c, old, w.entered, began, ended)
 			w.held[key] = h
 			busy = busy || !h.kept
 		}
@@ -632,13 +637,13 @@ func (o *Observer) ownAddresses() map[netip.Addr]bool {
 
 // notice records a full count for [Reading.Quiet]. own are the addresses of the node. The caller
 // holds o.mu.
-func (w *Watch) notice(found map[netip.Addr][]connection, own map[netip.Addr]bool, now time.Time) {
+func (w *Watch) notice(found map[netip.Addr][]connection, own map[netip.Addr]bool, began, ended time.Time) {
 	if w.noticed == nil {
 		return
 	}
 	was := w.noticed
 	w.noticed = map[uint64]bool{}
-	quiet := !w.o.accounted.IsZero() && now.Sub(w.walked) <= maxUnseen
+	quiet := !w.o.accounted.IsZero() && ended.Sub(w.walked) <= maxUnseen
 	for _, t := range w.targets {
 		for _, c := range found[t.Addr()] {
 			if t.Port() != 0 && t != c.to {
@@ -663,10 +668,10 @@ func (w *Watch) notice(found map[netip.Addr][]connection, own map[netip.Addr]boo
 		}
 	}
 	if !quiet || w.quietSince.IsZero() {
-		w.quietSince = now
+		w.quietSince = ended
 	}
 	if w.reading.Quiet = 0; w.clients {
-		w.reading.Quiet = now.Sub(w.quietSince)
+		w.reading.Quiet = max(0, began.Sub(w.quietSince))
 	}
 }
 
@@ -687,6 +692,7 @@ func (w *Watch) Count() {
 		w.noticed = map[uint64]bool{}
 	}
 	w.next, w.busy = time.Time{}, false
+	w.asked++ // a count that runs is not the one
 	w.o.mu.Unlock()
 	w.o.wake.Raise()
 }

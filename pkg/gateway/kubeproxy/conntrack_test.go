@@ -78,7 +78,7 @@ func pod(t testing.TB, address string) {
 
 // echo says something on a connection and waits for it to come back.
 func echo(conn net.Conn) error {
-	conn.SetDeadline(time.Now().Add(time.Second))
+	conn.SetDeadline(time.Now().Add(10 * time.Second))
 	if _, err := conn.Write([]byte("x")); err != nil {
 		return err
 	}
@@ -88,7 +88,7 @@ func echo(conn net.Conn) error {
 
 func connect(t testing.TB, address string) net.Conn {
 	t.Helper()
-	conn, err := net.DialTimeout("tcp", address, time.Second)
+	conn, err := net.DialTimeout("tcp", address, 10*time.Second)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -174,14 +174,14 @@ func TestQuietThoughItIsSentTo(t *testing.T) {
 	if r := w.Reading(); r.State != health.Kept || r.NoConnections {
 		t.Errorf("with an open connection it is %+v", r)
 	}
-	through.Close()
 	for len(w.news) > 0 {
 		<-w.news
 	}
+	through.Close()
 	until(t, "no connection", func() bool { return w.Reading().NoConnections })
 	select {
 	case <-w.news:
-	case <-time.After(time.Second):
+	case <-time.After(20 * time.Second):
 		t.Error("that it is quiet is not told")
 	}
 	again := connect(t, net.JoinHostPort(s.clusterIP, "80"))
@@ -222,8 +222,8 @@ func TestIdleIsCountedAgain(t *testing.T) {
 		t.Errorf("Idle since %s, and before since %s", again, since)
 	}
 	// Who cannot wait for the next count has it made.
-	connect(t, a)
 	asked := time.Now()
+	connect(t, a)
 	w.Count()
 	until(t, "a count", func() bool { return w.Reading().State == health.Removed })
 	if counted := w.Reading().Counted; counted.Before(asked) {
@@ -258,7 +258,7 @@ func TestQuiet(t *testing.T) {
 			o := start(t, Options{})
 			dial := func(from string) net.Conn {
 				t.Helper()
-				d := net.Dialer{Timeout: time.Second, LocalAddr: net.TCPAddrFromAddrPort(
+				d := net.Dialer{Timeout: 10 * time.Second, LocalAddr: net.TCPAddrFromAddrPort(
 					netip.AddrPortFrom(netip.MustParseAddr(from), 0))}
 				conn, err := d.Dial("tcp", test.pod)
 				if err == nil {
@@ -293,8 +293,10 @@ func TestQuiet(t *testing.T) {
 			}
 			one.Close()
 			until(t, "quiet", func() bool { return count() > 200*time.Millisecond })
+			counted := w.Reading().Counted
 			probe, before := dial(test.node), count()
-			if before < 200*time.Millisecond {
+			// After that time another count may have found it.
+			if before < 200*time.Millisecond && w.Reading().Counted.Sub(counted) < countKept {
 				t.Errorf("one count has found a probe, and it has been quiet for %s", before)
 			}
 			if quiet := count(); quiet != 0 {
@@ -332,7 +334,7 @@ func TestQuiet(t *testing.T) {
 // exchange sends a request and waits for the answer, each as long as the smallest of HTTP.
 func exchange(t *testing.T, conn net.Conn) {
 	t.Helper()
-	conn.SetDeadline(time.Now().Add(time.Second))
+	conn.SetDeadline(time.Now().Add(10 * time.Second))
 	message := make([]byte, 120)
 	if _, err := conn.Write(message); err != nil {
 		t.Error(err)
@@ -361,7 +363,7 @@ func TestKeptConnections(t *testing.T) {
 			// Not at least maxKept: a client that does not get the CPU pauses.
 			{"used all the time", time.Millisecond, countFirst, maxKept + 800*time.Millisecond},
 		} {
-			t.Run(family.service.family()+" "+test.name, func(t *testing.T) {
+			try := func(t *testing.T) (took time.Duration) {
 				empty(t)
 				network(t)
 				s := family.service
@@ -394,8 +396,9 @@ func TestKeptConnections(t *testing.T) {
 				nft(t, s.sync([]string{family.b}, family.a)...)
 				removed := time.Now()
 				is := w.wait(health.Idle)
-				if least, most := is.Since.Sub(began), is.Since.Sub(removed); least < test.least || most > test.most {
-					t.Errorf("Idle after %s to %s, want %s to %s", most, least, test.least, test.most)
+				took = is.Since.Sub(removed)
+				if least := is.Since.Sub(began); least < test.least {
+					t.Errorf("Idle after %s at most, want %s to %s", least, test.least, test.most)
 				}
 				if is.Connections != 1 {
 					t.Errorf("%d connections are open, want 1", is.Connections)
@@ -406,6 +409,17 @@ func TestKeptConnections(t *testing.T) {
 				if is.State != health.Idle || is.Connections != 1 {
 					t.Errorf("later it is %+v", is)
 				}
+				return took
+			}
+			t.Run(family.service.family()+" "+test.name, func(t *testing.T) {
+				var took time.Duration
+				for range 3 { // the machine may be too busy for one
+					t.Run("", func(t *testing.T) { took = try(t) })
+					if took <= test.most {
+						return
+					}
+				}
+				t.Errorf("Idle after %s at least, want %s to %s", took, test.least, test.most)
 			})
 		}
 	}
@@ -547,7 +561,8 @@ func TestHeld(t *testing.T) {
 						one.asked.bytes += 20 * one.asked.packets
 						one.answered.bytes += 20 * one.answered.packets
 					}
-					if h.see(one, test.old, began.Add(test.waiting), began.Add(c.at)); h.kept && kept < 0 {
+					at := began.Add(c.at)
+					if h.see(one, test.old, began.Add(test.waiting), at, at); h.kept && kept < 0 {
 						kept = c.at
 					}
 				}

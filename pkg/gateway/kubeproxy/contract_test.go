@@ -26,7 +26,7 @@ func TestContract(t *testing.T) {
 			Route:   func() { nft(t, s.sync([]string{a, b})...) },
 			Unroute: func() { nft(t, s.sync([]string{b}, a)...) },
 			Connect: func() (bool, func(), error) {
-				conn, err := net.DialTimeout("tcp", net.JoinHostPort(s.clusterIP, "80"), time.Second)
+				conn, err := net.DialTimeout("tcp", net.JoinHostPort(s.clusterIP, "80"), 10*time.Second)
 				if err != nil {
 					return false, func() {}, err
 				}

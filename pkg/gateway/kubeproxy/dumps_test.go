@@ -200,8 +200,9 @@ func TestAudit(t *testing.T) {
 	o.mu.Lock()
 	g := o.sources[tableID{unix.NFPROTO_IPV4, proxyTable}].graph
 	g.dropElement(g.maps["service-ips"], "\x0a\x60\x00\x01\x06\x00\x00\x00\x00\x50\x00\x00")
+	is := o.state(w.targets)
 	o.evaluate(time.Now())
-	if is := w.Reading().State; is != health.Removed {
+	if is != health.Removed {
 		t.Fatalf("the test has changed nothing: %s", is)
 	}
 	w.wait(health.Routing)

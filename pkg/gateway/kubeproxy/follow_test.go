@@ -163,7 +163,7 @@ func TestFollowingIsReading(t *testing.T) {
 		}
 		fresh := afresh(t)
 		want := all(fresh)
-		for end := time.Now().Add(2 * time.Second); all(o) != want; time.Sleep(time.Millisecond) {
+		for end := time.Now().Add(20 * time.Second); all(o) != want; time.Sleep(time.Millisecond) {
 			if time.Now().After(end) {
 				t.Fatalf("step %d (%d, %s): who reads (-) and who follows (+) differ:\n%s", step, what, s.name,
 					cmp.Diff(want, all(o)))
@@ -269,13 +269,13 @@ func TestManyAreCountedAtOnce(t *testing.T) {
 		w := o.watch([]netip.AddrPort{netip.AddrPortFrom(addr, 80)}, func() {}, false)
 		defer w.Close()
 		w.reading.State = health.Routing
-		waiting[w] = counting{w.period, true}
+		waiting[w] = counting{w.period, w.asked, true}
 		opened(open, w.targets[0], 1)
 	}
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	began := worked()
-	o.counted(waiting, open, 0, time.Now())
+	o.counted(waiting, open, 0, time.Now(), time.Now())
 	if took := worked() - began; took > 200*time.Millisecond {
 		t.Errorf("%d watches and as many connections took %s", many, took)
 	}
@@ -302,11 +302,43 @@ func TestCountedOnce(t *testing.T) {
 		o := New(Options{})
 		w := o.watch(targets, func() {}, false)
 		w.reading.State = health.Removed
-		o.counted(map[*Watch]counting{w: {w.period, true}}, open, 0, time.Now())
+		o.counted(map[*Watch]counting{w: {w.period, w.asked, true}}, open, 0, time.Now(), time.Now())
 		if n := w.Reading().Connections; n != want {
 			t.Errorf("to %v there are %d, want %d", targets, n, want)
 		}
 		w.Close()
+	}
+}
+
+// A count says nothing of what came after it had begun, however long it took, and who asks for one
+// meanwhile gets another.
+func TestACountThatTookLong(t *testing.T) {
+	o := New(Options{})
+	w := o.watch([]netip.AddrPort{netip.MustParseAddrPort("10.1.0.1:80")}, func() {}, false)
+	defer w.Close()
+	w.reading.State = health.Removed
+	w.Count()
+	began := time.Now()
+	due, _ := o.due(began)
+	w.Count()
+	open := map[netip.Addr][]connection{}
+	opened(open, w.targets[0], 1)
+	ended := began.Add(5 * time.Second)
+	o.counted(due, open, 0, began, ended)
+	if is := w.Reading(); !is.Counted.Equal(began) || is.Connections != 1 {
+		t.Errorf("%+v, want what was counted at %s", is, began)
+	}
+	due, _ = o.due(ended)
+	if !due[w].walk {
+		t.Errorf("no count is due, but %v", due)
+	}
+	for _, h := range w.held {
+		if h.see(h.connection, true, began, ended.Add(maxKept-1), ended.Add(maxKept)); h.kept {
+			t.Error("a connection counts as silent from the beginning of a count on")
+		}
+		if h.see(h.connection, true, began, ended.Add(maxKept), ended.Add(maxKept)); !h.kept {
+			t.Error("a silent connection is not kept")
+		}
 	}
 }
 
@@ -367,7 +399,7 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 		}
 		open := map[netip.Addr][]connection{}
 		opened(open, w.targets[0], connections)
-		o.counted(due, open, took, now)
+		o.counted(due, open, took, now, now)
 	}
 	enter(health.Routing)
 	after(countKept, 1)
@@ -426,7 +458,7 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 	if len(due) != 2 {
 		t.Errorf("%d Idle watches are counted, want 2", len(due))
 	}
-	o.counted(due, nil, 0, now.Add(countSlow))
+	o.counted(due, nil, 0, now.Add(countSlow), now.Add(countSlow))
 	if due, next := o.due(now.Add(2*countSlow - 1)); len(due) != 0 || !next.Equal(now.Add(2*countSlow)) {
 		t.Errorf("%d Idle watches are counted again too soon, next %s", len(due), next)
 	}

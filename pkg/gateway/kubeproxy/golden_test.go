@@ -79,7 +79,7 @@ func TestGolden(t *testing.T) {
 					run(t, rules, "nft", "-f", "-")
 				}
 				fresh := afresh(t)
-				for end := time.Now().Add(2 * time.Second); all(o) != all(fresh); time.Sleep(time.Millisecond) {
+				for end := time.Now().Add(20 * time.Second); all(o) != all(fresh); time.Sleep(time.Millisecond) {
 					if time.Now().After(end) {
 						t.Fatalf("transaction %d: who follows and who reads differ:\n%s\n%s", i, all(o), all(fresh))
 					}

@@ -172,7 +172,7 @@ func watch(t testing.TB, o *Observer, targets ...string) *follower {
 // wait waits for a state, of whose changes it is told. What is Idle is Removed.
 func (f *follower) wait(state health.State) gateway.Reading {
 	f.t.Helper()
-	timeout := time.After(5 * time.Second)
+	timeout := time.After(30 * time.Second)
 	for {
 		r := f.Reading()
 		if r.State == state || r.State == health.Idle && state == health.Removed {
@@ -198,7 +198,7 @@ func (f *follower) stays(state health.State) {
 // until waits for something that is not told.
 func until(t testing.TB, what string, is func() bool) {
 	t.Helper()
-	for end := time.Now().Add(5 * time.Second); !is(); time.Sleep(5 * time.Millisecond) {
+	for end := time.Now().Add(30 * time.Second); !is(); time.Sleep(5 * time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatal("waited in vain for " + what)
 		}

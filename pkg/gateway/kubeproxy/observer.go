@@ -475,8 +475,9 @@ type Watch struct {
 	reading gateway.Reading // o.mu
 	// held are the open connections, as last counted.
 	held map[string]held // o.mu
-	// period counts the changes of the state; empty the counts in a row without a connection since.
-	period, empty int // o.mu
+	// period counts the changes of the state; empty the counts in a row without a connection since;
+	// asked the calls of Count.
+	period, empty, asked int // o.mu
 	// busy: the last count had a connection to wait for.
 	busy bool // o.mu
 	// entered is when the state was entered, by this process's clock; walked when all connections
@@ -484,7 +485,7 @@ type Watch struct {
 	entered, walked, next time.Time // o.mu
 	// noticed are the connections that the last full count found, ended ones too, each with what it
 	// had carried; nil before Count. clients: one of them was no probe and went straight to a
-	// target. quietSince is when the last count was that found an open one, or one that had come.
+	// target. quietSince is when the last count ended that found an open one, or one that had come.
 	noticed    map[uint64]bool // o.mu
 	clients    bool            // o.mu
 	quietSince time.Time       // o.mu

@@ -206,10 +206,11 @@ func TestUnknown(t *testing.T) {
 // once at the start, and some time after kube-proxy's rules were deleted.
 func TestAbsent(t *testing.T) {
 	empty(t)
-	o := start(t, Options{})
-	if o.Absent() {
-		t.Error("kube-proxy is absent before anything is read")
-	}
+	o := startWith(t, Options{}, func(o *Observer) {
+		if o.Absent() {
+			t.Error("kube-proxy is absent before anything is read")
+		}
+	})
 	until(t, "no kube-proxy", o.Absent)
 	// kube-proxy in ipvs mode writes to the table nat, too, and no pod is Removed by that.
 	restore(t, "nft", false, ":PREROUTING ACCEPT [0:0]", ":KUBE-SERVICES - [0:0]", ":KUBE-NODE-PORT - [0:0]",
