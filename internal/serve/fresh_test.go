@@ -14,7 +14,7 @@ import (
 // new one later. Its age is no reason to refuse the first request on it: the API server does not
 // repeat a webhook call, and a deletion whose calls all fail is carried out unasked.
 func TestTheFirstRequestOfAnOldConnection(t *testing.T) {
-	const most = 300 * time.Millisecond
+	const most = 2 * time.Second
 	secure, trust := certified(t)
 	address, _ := start(t, Server{TLS: secure, ReadTime: most, Conns: 10,
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -36,7 +36,7 @@ func TestTheFirstRequestOfAnOldConnection(t *testing.T) {
 				if _, err := fmt.Fprint(conn, part); err != nil {
 					t.Fatal(err)
 				}
-				time.Sleep(most / 10) // the pace of the client is the subject
+				time.Sleep(30 * time.Millisecond) // the pace of the client is the subject
 			}
 			_ = conn.SetReadDeadline(time.Now().Add(10 * time.Second))
 			status := make([]byte, 12)

@@ -122,10 +122,10 @@ func (s Server) run(ctx context.Context) error {
 			running = false
 		}
 	}
+	ending.Store(true)
 	if s.Stop != nil {
 		s.Stop()
 	}
-	ending.Store(true)
 	timer := time.NewTimer(delay)
 	defer timer.Stop()
 	select {

@@ -57,7 +57,7 @@ func start(t *testing.T, s Server) (address string, stop func() error) {
 // server's calls would be refused, and deletions go on without waiting. Clients of both kinds ask
 // all the time here, by TLS, and none may fail before the time that was promised.
 func TestServerAnswersForSomeTimeAfterItsEndBegan(t *testing.T) {
-	const delay = 700 * time.Millisecond
+	const delay = 2 * time.Second
 	secure, trust := certified(t)
 	var began atomic.Int64
 	address, stop := start(t, Server{
@@ -76,11 +76,12 @@ func TestServerAnswersForSomeTimeAfterItsEndBegan(t *testing.T) {
 				asked := time.Now()
 				// A POST, as a review is one: net/http does not repeat it.
 				response, err := client.Post("https://"+address, "application/json", strings.NewReader("{}"))
-				ending := began.Load() > 0 && asked.UnixNano() > began.Load()
+				began := began.Load()
+				ending := began > 0 && asked.UnixNano() > began
 				if err != nil {
 					// What counts is when it failed: on a busy machine a request takes long.
-					if since := time.Duration(time.Now().UnixNano() - began.Load()); !ending || since < delay {
-						t.Errorf("keep %t, failed %s after its end began (%t): %v", keep, since, ending, err)
+					if since := time.Duration(time.Now().UnixNano() - began); began == 0 || since < delay {
+						t.Errorf("keep %t, failed %s after its end began (%t): %v", keep, since, began > 0, err)
 					}
 					return
 				}
@@ -155,19 +156,19 @@ func TestServerCutsSlowBodies(t *testing.T) {
 		defer conn.Close()
 		began := time.Now()
 		fmt.Fprintf(conn, "POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{", path)
-		_ = conn.SetReadDeadline(began.Add(10 * time.Second))
+		_ = conn.SetReadDeadline(began.Add(30 * time.Second))
 		if _, err := io.Copy(io.Discard, conn); errors.Is(err, os.ErrDeadlineExceeded) {
 			t.Errorf("%s: the connection stays", path)
 		}
 		return time.Since(began)
 	}
-	if took := slowly("/read"); took < most || took > 10*most {
+	if took := slowly("/read"); took < most || took > 20*time.Second {
 		t.Errorf("cut after %s", took)
 	}
 	if err := <-read; !errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Errorf("the handler sees %v", err)
 	}
-	if took := slowly("/unread"); took > 10*most {
+	if took := slowly("/unread"); took > 20*time.Second {
 		t.Errorf("unread: cut after %s", took)
 	}
 	client := &http.Client{Transport: &http.Transport{TLSClientConfig: trust}}
