@@ -417,7 +417,20 @@ func (c *Cluster) KillEtcd() { c.kill("etcd") }
 
 // RestartEtcd kills etcd, starts it again with its data, and waits until the API server is ready.
 // Its log is continued.
-func (c *Cluster) RestartEtcd(ctx context.Context) error { return c.restart(ctx, "etcd") }
+func (c *Cluster) RestartEtcd(ctx context.Context) error {
+	if err := c.restart(ctx, "etcd"); err != nil {
+		return err
+	}
+	// The API server asks etcd once a second, and until then is as ready as before.
+	select {
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	case <-time.After(time.Second):
+	}
+	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	return c.waitReady(ctx)
+}
 
 func (c *Cluster) kill(name string) {
 	if p := c.program(name); p != nil {

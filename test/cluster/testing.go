@@ -3,6 +3,7 @@ package cluster
 import (
 	"context"
 	"fmt"
+	"io"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -20,25 +21,25 @@ var shared struct {
 	err     error
 }
 
-// Main is TestMain for tests that use [Shared]: it builds Kubernetes if need be, enters, runs the
-// tests and exits, which ends the shared control plane. Where the system forbids entering, or
+// Main is TestMain for tests that use [Shared]: it builds a control plane if need be, enters, runs
+// the tests and exits, which ends the shared control plane. Where the system forbids entering, or
 // Kubernetes cannot be built, the tests run outside and Shared tells them. With more time to build
 // than go test allows (10 minutes), run cmd/kubernetes-build first.
-func Main(m *testing.M) { runTests(m, Enter) }
+func Main(m *testing.M) { runTests(m, BuildControlPlane, Enter) }
 
-// MainAsRoot is Main with [EnterAsRoot], for tests that start machines.
+// MainAsRoot is Main with [Build] and [EnterAsRoot], for tests that start machines.
 func MainAsRoot(m *testing.M) {
 	if os.Geteuid() != 0 {
 		shared.entered = errNotRoot // and nothing is built for it
 		os.Exit(m.Run())
 	}
-	runTests(m, EnterAsRoot)
+	runTests(m, Build, EnterAsRoot)
 }
 
-func runTests(m *testing.M, enter func() error) {
+func runTests(m *testing.M, build func(context.Context, io.Writer) (Binaries, error), enter func() error) {
 	if !Inside() && os.Getenv(stageKey) == "" {
 		ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-		_, shared.entered = Build(ctx, os.Stderr)
+		_, shared.entered = build(ctx, os.Stderr)
 		stop()
 	}
 	if shared.entered == nil {

@@ -58,7 +58,7 @@ for version in v1.30.14 v1.31.14 v1.32.13 v1.33.13 v1.34.4 v1.35.4 v1.37.2; do #
 	name=kubernetes-${version#v}
 	[[ $name =~ ${PARTS:-} ]] || continue
 	if source=$(../cluster/kubernetes/version.sh $version) &&
-		(cd ../cluster && LAMEDUCK_CLUSTER_SRC=$source go run ./cmd/kubernetes-build); then
+		(cd ../cluster && LAMEDUCK_CLUSTER_SRC=$source go run ./cmd/kubernetes-build control-plane); then
 		part "$name" LAMEDUCK_CLUSTER_SRC="$source" -count=1 -timeout 30m ./apiserver
 	else
 		summary+="  $name  FAILED: it was not built"$'\n' failed="$failed $name"

@@ -16,7 +16,6 @@ etcd=$(sed -n 's/^\tgo\.etcd\.io\/etcd\/client\/v3 \(v[^ ]*\).*/\1/p' "$from/go.
 sed -e "s/^module .*/module kubernetes/" -e "s|=> \./staging/src/\(.*\)|=> \1 v0${version#v1}|" "$from/go.mod" > go.mod
 cp "$from/go.sum" go.sum
 go mod edit -require="k8s.io/kubernetes@$version" -require="go.etcd.io/etcd/server/v3@$etcd"
-programs=(go.etcd.io/etcd/server/v3 k8s.io/kubernetes/cmd/kube-{apiserver,controller-manager,proxy,scheduler}
-	k8s.io/kubernetes/cmd/kube{ctl,let})
+programs=(go.etcd.io/etcd/server/v3 k8s.io/kubernetes/cmd/kube{-apiserver,-controller-manager,-scheduler,ctl})
 go list -deps "${programs[@]}" > /dev/null
 echo "$dir"

@@ -164,10 +164,13 @@ func kubectl(t *testing.T, c *cluster.Cluster, args ...string) string {
 	return out
 }
 
+// patience is how long a request may take on a busy machine.
+const patience = 15 * time.Second
+
 // ask sends one request on a connection of its own and returns the name of the pod that answered.
-func ask(ctx context.Context, dial func(context.Context, string, string) (net.Conn, error), address string) (string,
-	error) {
-	ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
+func ask(ctx context.Context, dial func(context.Context, string, string) (net.Conn, error), address string,
+	within time.Duration) (string, error) {
+	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
 	client := &http.Client{Transport: &http.Transport{DialContext: dial, DisableKeepAlives: true}}
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+address+"/", nil)
@@ -192,7 +195,7 @@ func reaches(t *testing.T, from string, dial func(context.Context, string, strin
 	t.Helper()
 	answered := map[string]bool{}
 	for i := 0; len(answered) < want; i++ {
-		pod, err := ask(t.Context(), dial, address)
+		pod, err := ask(t.Context(), dial, address, patience)
 		if err != nil {
 			t.Fatalf("request %d from %s to %s: %v", i, from, address, err)
 		}
@@ -238,11 +241,11 @@ func TestOneNode(t *testing.T) {
 func fromPods(t *testing.T, m *machine.Machine) {
 	t.Helper()
 	script := `mkdir -p /run/netns && cd /run/netns && ls | wc -l && for pod in *; do
-		nsenter --net=$pod timeout 5 bash -c 'exec 3<>/dev/tcp/10.96.0.1/443' || exit 1
+		nsenter --net=$pod timeout 20 bash -c 'exec 3<>/dev/tcp/10.96.0.1/443' || exit 1
 		for i in $(seq 20); do
-			nsenter --net=$pod timeout 5 bash -c 'exec 3<>/dev/tcp/10.96.0.80/80
+			nsenter --net=$pod timeout 20 bash -c 'exec 3<>/dev/tcp/10.96.0.80/80
 				printf "GET / HTTP/1.0\r\n\r\n" >&3
-				read -t 3 -u 3 line && [[ $line == *200* ]]' || exit 1
+				read -t 15 -u 3 line && [[ $line == *200* ]]' || exit 1
 		done
 	done`
 	out, err := m.Run(t.Context(), "bash", "-c", script)
@@ -264,7 +267,7 @@ func TestThreeNodes(t *testing.T) {
 	rollout(t, c, set)
 	for _, m := range set.Machines {
 		// It has an address of the host's alone, so it is on this machine if it answers here.
-		if _, err := ask(t.Context(), m.Dial, "127.0.0.1:9999"); err != nil {
+		if _, err := ask(t.Context(), m.Dial, "127.0.0.1:9999", patience); err != nil {
 			t.Errorf("no pod of the DaemonSet on %s: %v", m.Name, err)
 		}
 	}
@@ -296,7 +299,7 @@ func TestThreeNodes(t *testing.T) {
 	}
 	kubectl(t, c, "wait", "--for=condition=Ready=Unknown", "node/"+cut.Name, "--timeout=60s")
 	t.Logf("NotReady %s after the cut", time.Since(began).Round(time.Second/10))
-	if _, err := ask(t.Context(), cut.Dial, "127.0.0.1:9999"); err != nil {
+	if _, err := ask(t.Context(), cut.Dial, "127.0.0.1:9999", patience); err != nil {
 		t.Errorf("what runs on a machine that is cut off does not go on: %v", err)
 	}
 	if err := cut.Heal(); err != nil {
@@ -317,7 +320,7 @@ func TestThreeNodes(t *testing.T) {
 		t.Fatal(err)
 	}
 	kubectl(t, c, "wait", "--for=condition=Ready=Unknown", "node/node-2", "--timeout=60s")
-	if _, err := ask(t.Context(), set.Machines[1].Dial, "127.0.0.1:9999"); err == nil {
+	if _, err := ask(t.Context(), set.Machines[1].Dial, "127.0.0.1:9999", 3*time.Second); err == nil {
 		t.Error("a machine that is switched off still serves")
 	}
 	kubectl(t, c, "wait", "--for=condition=Ready=True", "node/"+cut.Name, "--timeout=60s")
@@ -355,7 +358,7 @@ func rollout(t *testing.T, c *cluster.Cluster, set *machine.Set) {
 			for range 30 {
 				for _, m := range set.Machines {
 					for _, address := range []string{clusterIP, clusterIP6} {
-						if _, err := ask(t.Context(), m.Dial, address); err != nil {
+						if _, err := ask(t.Context(), m.Dial, address, 3*time.Second); err != nil {
 							return false
 						}
 					}
