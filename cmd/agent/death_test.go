@@ -68,7 +68,7 @@ func TestKilledAgentKeepsItsPromises(t *testing.T) {
 // When expiries are over, time alone lets no pod back in: the watch must be fresh.
 func TestLapsedExclusions(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, 4, 2*time.Second)
+	w := newWorld(t, 4, 6*time.Second)
 	gone, back := w.pods[0], w.pods[1]
 	w.boss.drain(gone, back)
 	w.until("they are idle", func() bool {
@@ -80,7 +80,7 @@ func TestLapsedExclusions(t *testing.T) {
 	w.api.down()
 	w.die()
 	w.live()
-	time.Sleep(5 * time.Second) // stored expiries are at most 3 s
+	time.Sleep(9 * time.Second) // stored expiries are at most 7 s
 	if w.routedSince(gone, promised) || w.routedSince(back, promised) {
 		t.Fatal("routed again although EndpointSlices cannot be read")
 	}

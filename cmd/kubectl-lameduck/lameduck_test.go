@@ -227,13 +227,13 @@ func TestAskGoesOnWithoutTheSilent(t *testing.T) {
 	hangs := served(t, "hangs", func(http.ResponseWriter, *http.Request) { <-release })
 	t.Cleanup(func() { close(release) })
 	all := replicas{broken, good, hangs}
-	o := options{timeout: 300 * time.Millisecond}
+	o := options{timeout: 2 * time.Second}
 	var out, errs bytes.Buffer
 	began := time.Now()
 	if err := drains(t.Context(), o, all, &out, &errs); err != nil {
 		t.Fatal(err)
 	}
-	if took := time.Since(began); took > 3*time.Second {
+	if took := time.Since(began); took > 20*time.Second {
 		t.Errorf("it took %s", took)
 	}
 	if want := "shop        a     Unrouting   6.0s   24s         hap (routing)"; !strings.Contains(out.String(), want) {
@@ -290,7 +290,7 @@ func TestWatch(t *testing.T) {
 		serve("one", view(routing, "old"), view(routing, "old"), view(nil, "a", "old"), view(nil, "b", "a")),
 		serve("two", view(routing), view(removed), view(removed), view(nil, "a"), view(nil, "a", "b")),
 	}
-	if err := watchDrains(ctx, options{timeout: time.Second}, all, &out, &errs); err != nil {
+	if err := watchDrains(ctx, options{timeout: 30 * time.Second}, all, &out, &errs); err != nil {
 		t.Fatal(err)
 	}
 	var got []string

@@ -57,12 +57,12 @@ func Slice(name, namespace, service string, list ...string) *discovery.EndpointS
 	return s
 }
 
-// Until fails the test unless is returns true within 10 s.
+// Until fails the test unless is returns true within 30 s.
 func Until(t *testing.T, what string, is func() bool) {
 	t.Helper()
-	for end := time.Now().Add(10 * time.Second); !is(); time.Sleep(10 * time.Millisecond) {
+	for end := time.Now().Add(30 * time.Second); !is(); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(end) {
-			t.Fatalf("not so after 10 s: %s", what)
+			t.Fatalf("not so after 30 s: %s", what)
 		}
 	}
 }

@@ -116,16 +116,16 @@ func RunGateway(t testing.TB, g gateway.Observed) {
 	t.Cleanup(func() { cancel(); wg.Wait() })
 }
 
-// Await waits until the reading of w has a state, and fails the test after 10 s.
+// Await waits until the reading of w has a state, and fails the test after 30 s.
 func Await(t testing.TB, w gateway.Watch, state health.State) {
 	t.Helper()
 	Until(t, "it is "+state.String(), func() bool { return w.Reading().State == state })
 }
 
 // within is how long a data plane may take for anything.
-const within = 10 * time.Second
+const within = 30 * time.Second
 
-// Until waits until is() is true, and fails the test after 10 s with what.
+// Until waits until is() is true, and fails the test after 30 s with what.
 func Until(t testing.TB, what string, is func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(within); !is(); time.Sleep(time.Millisecond) {

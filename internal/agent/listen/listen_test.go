@@ -52,7 +52,7 @@ func (a agentBeside) end(t *testing.T) {
 
 // hook asks an address once, on a connection of its own.
 func hook(address string) (string, error) {
-	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 5 * time.Second}
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 20 * time.Second}
 	response, err := client.Get("http://" + address)
 	if err != nil {
 		return "", err

@@ -48,7 +48,7 @@ static_resources:
   clusters:
   - name: web
     type: EDS
-    connect_timeout: 3s
+    connect_timeout: 5s
     eds_cluster_config:
       eds_config: {path_config_source: {path: %[1]s/eds.yaml, watched_directory: {path: %[1]s}}}
     %[3]s
@@ -169,7 +169,7 @@ func TestPanicRoutingReachesDrainingHosts(t *testing.T) {
 		{"all are draining", "", []endpoint{draining(a), draining(b)}, health.Kept, true},
 		{"alone", "", []endpoint{draining(a)}, health.Kept, true},
 		{
-			"checks keep connections", "health_checks: [{timeout: 1s, interval: 0.1s, unhealthy_threshold: 1, " +
+			"checks keep connections", "health_checks: [{timeout: 10s, interval: 0.1s, unhealthy_threshold: 1, " +
 				"healthy_threshold: 1, http_health_check: {path: /}}]",
 			[]endpoint{draining(a), healthy(b)}, health.Idle, false,
 		},
@@ -408,7 +408,7 @@ func blackhole(t testing.TB, ip string) netip.AddrPort {
 	}
 	a := netip.AddrPortFrom(netip.MustParseAddr(ip), uint16(bound.(*syscall.SockaddrInet4).Port))
 	for {
-		conn, err := net.DialTimeout("tcp", a.String(), 100*time.Millisecond)
+		conn, err := net.DialTimeout("tcp", a.String(), time.Second)
 		if err != nil {
 			return a
 		}

@@ -648,7 +648,7 @@ func hanging(t *testing.T, s *suite) {
 		} else if !errors.Is(err, context.DeadlineExceeded) {
 			t.Errorf("%s: %v is not context.DeadlineExceeded", what, err)
 		}
-		if d := time.Since(begin); d > 2*time.Second {
+		if d := time.Since(begin); d > 10*time.Second {
 			t.Errorf("%s took %s", what, d)
 		}
 	}
@@ -719,7 +719,7 @@ func batch(t *testing.T, s *suite) {
 		applied := time.Since(begin)
 		o := s.observe(ks...)
 		t.Logf("%s: apply %s, observe %s", what, applied, time.Since(begin)-applied)
-		if d := time.Since(begin); d > 8*time.Second {
+		if d := time.Since(begin); d > 40*time.Second {
 			t.Errorf("%s: took %s", what, d)
 		}
 		for _, k := range ks {

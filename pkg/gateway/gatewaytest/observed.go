@@ -117,9 +117,13 @@ var observedParts = map[string]func(*ObservedHarness) error{
 		defer w.Close()
 		closed.Close()
 		closed.Close()
-		before := told.Load()
 		h.Route()
 		if err := follow(health.Routing); err != nil {
+			return err
+		}
+		before := told.Load() // a call may have run while it was closed
+		h.Unroute()
+		if err := follow(health.Idle); err != nil {
 			return err
 		}
 		if told.Load() != before {

@@ -97,7 +97,7 @@ backend fixed
 			t.Errorf("%s: HAProxy says %q, the table %q", c.command, got, c.answer)
 		}
 	}
-	c := cli{path: p.socket, timeout: time.Second}
+	c := cli{path: p.socket, timeout: 20 * time.Second}
 	for _, x := range []struct {
 		pid           int
 		command, want string
@@ -143,7 +143,7 @@ func rawAsk(t *testing.T, socket, line string) string {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	c.SetDeadline(time.Now().Add(5 * time.Second))
+	c.SetDeadline(time.Now().Add(20 * time.Second))
 	go func() {
 		io.WriteString(c, line)
 		c.(*net.UnixConn).CloseWrite()
@@ -175,7 +175,7 @@ func TestBrokenAnswers(t *testing.T) {
 				io.ReadAll(conn)
 				io.WriteString(conn, c.answer)
 			})
-			g := &Gateway{cli: cli{path: socket, timeout: time.Second}}
+			g := &Gateway{cli: cli{path: socket, timeout: 20 * time.Second}}
 			if x, err := g.state(t.Context(), 7, "b"); !errors.Is(err, c.kind) {
 				t.Errorf("%+v, %v; want kind %v", x, err, c.kind)
 			}
@@ -190,7 +190,7 @@ func TestBrokenAnswers(t *testing.T) {
 	l.SetUnlinkOnClose(false)
 	l.Close()
 	for path, kind := range map[string]kind{filepath.Join(dir, "none"): kindNoSocket, stale: kindNotListening} {
-		c := cli{path: path, timeout: time.Second}
+		c := cli{path: path, timeout: 20 * time.Second}
 		if _, err := c.do(t.Context(), 0, "show proc"); !errors.Is(err, kind) {
 			t.Errorf("%s: %v, want kind %v", path, err, kind)
 		}

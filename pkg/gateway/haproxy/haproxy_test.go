@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"net"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -17,6 +18,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/health"
 	"github.com/lameduck-io/lameduck/test/agenttest"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 var _ gateway.Directed = (*Gateway)(nil)
@@ -45,12 +47,7 @@ func newProxy(t testing.TB, userFile string, backends ...Backend) *proxy {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	port := l.Addr().(*net.TCPAddr).Port
-	l.Close()
+	port := int(netip.MustParseAddrPort(planes.FreeAddress(t)).Port())
 	p := &proxy{t: t, path: path, dir: dir, port: port, socket: filepath.Join(dir, "m.sock")}
 	p.cfg = Config{MasterSocket: p.socket, ServersFile: filepath.Join(dir, "servers.cfg"), Backends: backends}
 	p.write("user.cfg", strings.ReplaceAll(userFile, "%PORT%", fmt.Sprint(port)))
@@ -70,6 +67,7 @@ func (p *proxy) gateway() *Gateway {
 	if err != nil {
 		p.t.Fatal(err)
 	}
+	g.cli.timeout = 20 * time.Second // the machine may be busy
 	return g
 }
 
@@ -151,7 +149,7 @@ func (p *proxy) untilStream(t health.Target) {
 // ask sends one command as the gateway would.
 func (p *proxy) ask(pid int, command string) string {
 	p.t.Helper()
-	c := cli{path: p.socket, timeout: 5 * time.Second}
+	c := cli{path: p.socket, timeout: 20 * time.Second}
 	answer, err := c.do(context.Background(), pid, command)
 	if err != nil {
 		p.t.Fatalf("%s: %v", command, err)
@@ -160,7 +158,7 @@ func (p *proxy) ask(pid int, command string) string {
 }
 
 func (p *proxy) workers() (processes, error) {
-	c := cli{path: p.socket, timeout: time.Second}
+	c := cli{path: p.socket, timeout: 20 * time.Second}
 	answer, err := c.table(context.Background(), 0, "show proc", procBegin)
 	if err != nil {
 		return processes{}, err
@@ -198,7 +196,7 @@ func (p *proxy) reload() {
 		for _, w := range w.Workers {
 			fresh = fresh || !w.Old && w.PID != before
 			if w.PID == before {
-				c := cli{path: p.socket, timeout: time.Second}
+				c := cli{path: p.socket, timeout: 20 * time.Second}
 				answer, err := c.table(context.Background(), before, "show info", infoBegin)
 				in, _ := parseInfo(answer)
 				stopped = err != nil || in.Stopping

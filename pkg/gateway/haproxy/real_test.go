@@ -99,6 +99,10 @@ func retryingRequest(t *testing.T, clears bool) {
 	}
 	p.untilStream(op.Target)
 	apply(t, g, removed("agent", "u", addr))
+	name, err := serverName(op.Target)
+	if err != nil {
+		t.Fatal(err)
+	}
 	n, hidden := 0, 0
 	for !ended(0) {
 		if clears {
@@ -114,7 +118,8 @@ func retryingRequest(t *testing.T, clears bool) {
 			t.Fatal(err)
 		}
 		// The answer may be on its way to the client.
-		if got.Active == 0 && !ended(100*time.Millisecond) {
+		if got.Active == 0 && !ended(100*time.Millisecond) &&
+			strings.Contains(p.ask(p.worker(), "show sess"), "srv="+name+" ") {
 			t.Fatalf("after %d readings a request that tries again is not counted: %+v", n, got)
 		}
 		for _, c := range counts {
@@ -613,17 +618,20 @@ func TestGoneAfterRequestInFlight(t *testing.T) {
 	}
 	gone := health.Op{Key: op.Key, Want: health.WantAbsent}
 	apply(t, g, gone)
+	begin, tries := time.Now(), 0
+	var first time.Duration
 	b.Release()
 	wg.Wait()
 	p.until("no request is active", func() bool { return see(t, g, op.Key).Active == 0 })
-	begin, tries := time.Now(), 0
 	p.until("it is gone", func() bool {
 		apply(t, g, gone)
-		tries++
+		if tries++; tries == 1 {
+			first = time.Since(begin)
+		}
 		return !see(t, g, op.Key).Present
 	})
 	t.Logf("deleted %s after the last request, at try %d", time.Since(begin), tries)
-	if tries < 2 {
+	if tries < 2 && first < 150*time.Millisecond {
 		t.Error("deleted at once: this HAProxy closes the connection by itself, and the package comment is wrong")
 	}
 }

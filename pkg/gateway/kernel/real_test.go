@@ -682,7 +682,7 @@ func agent() {
 			ops = append(ops, health.Op{Key: k, Want: want[(round+i/4)%3]})
 			keys = append(keys, k)
 		}
-		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 		if err := g.Apply(ctx, ops); err != nil {
 			fmt.Println(err)
 		}
@@ -757,7 +757,7 @@ func keeper() {
 	}
 	a, b := key(netip.MustParseAddrPort(os.Getenv("EXCLUDED"))), key(netip.MustParseAddrPort(os.Getenv("OTHER")))
 	for said := false; ; {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 		err := g.Apply(ctx, []health.Op{{Key: b, Want: health.WantRouted}, {Key: a, Want: health.WantRemoved}})
 		o, also := g.Observe(ctx, []health.Key{a})
 		cancel()

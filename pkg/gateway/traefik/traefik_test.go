@@ -220,10 +220,9 @@ func TestPooledConnectionsAreNotWaitedFor(t *testing.T) {
 		}
 	}
 	a.Release()
-	answered := time.Now()
 	planes.Await(t, w, health.Idle)
-	if r, took := w.Reading(), time.Since(answered); r.Connections == 0 || took > 3*quiet {
-		t.Errorf("%+v after %s: want a pooled connection", r, took)
+	if r := w.Reading(); r.Connections == 0 {
+		t.Errorf("%+v: want a pooled connection", r)
 	}
 }
 
