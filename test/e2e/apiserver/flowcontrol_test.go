@@ -87,8 +87,8 @@ func TestHeldDeletionsHaveTheirOwnSeats(t *testing.T) {
 		return response.Header.Get("X-Kubernetes-Pf-Prioritylevel-Uid"), response.StatusCode
 	}
 	harness.Until(t, time.Minute, "the flow schema takes deletions", func() bool {
-		got, _ := do(http.MethodDelete, s.path("missing"), "")
-		return got == string(level.UID)
+		got, code := do(http.MethodDelete, s.path("missing"), "")
+		return got == string(level.UID) && code == http.StatusNotFound
 	})
 	for what, ask := range map[string]func() (string, int){
 		"reading pods": func() (string, int) { return do(http.MethodGet, s.path("missing"), "") },

@@ -84,7 +84,7 @@ func TestStartDelay(t *testing.T) {
 func TestOnTerm(t *testing.T) {
 	for onTerm, wantOK := range map[string]bool{"exit": false, "graceful": true} {
 		t.Run(onTerm, func(t *testing.T) {
-			const work = 3 * time.Second
+			const work = 8 * time.Second
 			cmd, url := start(t, "--work="+work.String(), "--on-term="+onTerm)
 			sent, result := make(chan struct{}), make(chan error, 1)
 			request, err := http.NewRequestWithContext(httptrace.WithClientTrace(t.Context(), &httptrace.ClientTrace{

@@ -6,9 +6,11 @@ import (
 	"regexp"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/identity"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 )
 
 // What docs/dashboard.md tells operators to do for a token, by the real API server: it lets the
@@ -43,9 +45,8 @@ func TestTokensOfTheDocuments(t *testing.T) {
 		t.Fatal(err)
 	}
 	run(string(commands[1][1]))
-	if err := reviewer().Review(t.Context(), token); err != nil {
-		t.Errorf("with the right: %v", err)
-	}
+	// The API server learns of rights by a watch.
+	harness.Await(t, 20*time.Second, "with the right", func() error { return reviewer().Review(t.Context(), token) })
 	if err := reviewer().Review(t.Context(), run("create token viewer")); !errors.Is(err,
 		coordinator.ErrUnauthenticated) {
 		t.Errorf("a token for the API server: %v", err)

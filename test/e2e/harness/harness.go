@@ -12,6 +12,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -52,6 +53,35 @@ func Poll(most time.Duration, ask func() error) error {
 			return err
 		}
 	}
+}
+
+// WatchClock calls stall for each time in which this process, and with it all that the test runs,
+// stood still for at least that long, until ctx is done.
+func WatchClock(ctx context.Context, least time.Duration, stall func(from, to time.Time)) {
+	tick := time.NewTicker(100 * time.Millisecond)
+	defer tick.Stop()
+	for last := time.Now(); ctx.Err() == nil; last = time.Now() {
+		<-tick.C
+		if now := time.Now(); now.Sub(last) >= least {
+			stall(last, now)
+		}
+	}
+}
+
+// Stalls returns a function that reports how many times the machine has stood still for 2 s until
+// then. A call that a coordinator holds for 2 s may then take more than the 4 s after which the API
+// server goes on without it.
+func Stalls(t testing.TB) func() int {
+	var n atomic.Int64
+	var watching sync.WaitGroup
+	watching.Go(func() {
+		WatchClock(t.Context(), 2*time.Second, func(from, to time.Time) {
+			n.Add(1)
+			t.Logf("the machine stood still from %s for %s", from.Format("15:04:05.000"), to.Sub(from))
+		})
+	})
+	t.Cleanup(watching.Wait)
+	return func() int { return int(n.Load()) }
 }
 
 var opened struct {
@@ -128,7 +158,7 @@ func SilentAgent(t testing.TB, s *stage.Stage, ns string) {
 		coordinators, err := s.Pods(t.Context(), stage.System, "app.kubernetes.io/component=webhook")
 		for _, c := range coordinators {
 			n, ok := stage.Metric(&c, `lameduck_agents{state="missing"}`)
-			if ok && n == 0 { // one that a test has stopped says nothing
+			if ok && n == 0 || !ok && Ready(&c) { // one that a test has stopped says nothing
 				return false
 			}
 		}

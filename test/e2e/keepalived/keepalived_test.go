@@ -117,7 +117,7 @@ vrrp_instance gateway {
   interface %[2]s
   virtual_router_id 51
   priority %[3]d
-  advert_int 1
+  advert_int 2
   virtual_ipaddress {
     ` + virtual + `/24
   }

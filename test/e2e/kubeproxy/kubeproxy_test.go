@@ -175,10 +175,12 @@ func (f *follower) is(state health.State) {
 	}
 }
 
-// dial connects from the node. It gives up soon: what was sent before the rules were there went
-// elsewhere, and would go there again.
-func (p *place) dial(address string) (net.Conn, error) {
-	ctx, cancel := context.WithTimeout(p.Context(), 2*time.Second)
+// patience is how long a connection or a request may take on a busy machine.
+const patience = 15 * time.Second
+
+// dial connects from the node.
+func (p *place) dial(address string, within time.Duration) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(p.Context(), within)
 	defer cancel()
 	return p.m.Dial(ctx, "tcp", address)
 }
@@ -198,7 +200,7 @@ func (p *place) until(what string, is func() bool) {
 func (p *place) hold(address, pod string) (held net.Conn) {
 	p.Helper()
 	p.until(fmt.Sprintf("%s reaches %s", address, pod), func() bool {
-		conn, err := p.dial(address)
+		conn, err := p.dial(address, patience)
 		if err != nil {
 			p.Fatal(err)
 		}
@@ -219,7 +221,7 @@ func (p *place) hold(address, pod string) (held net.Conn) {
 
 // request sends one on the connection and returns the name of the pod that answered.
 func request(conn net.Conn) (string, error) {
-	conn.SetDeadline(time.Now().Add(3 * time.Second))
+	conn.SetDeadline(time.Now().Add(patience))
 	if _, err := fmt.Fprint(conn, "GET / HTTP/1.1\r\nHost: app\r\n\r\n"); err != nil {
 		return "", err
 	}
@@ -385,7 +387,8 @@ func (p *place) settle() {
 	p.Helper()
 	for _, address := range addresses {
 		p.until(address+" answers", func() bool {
-			conn, err := p.dial(address)
+			// What was sent before the rules were there went elsewhere, and would go there again.
+			conn, err := p.dial(address, 2*time.Second)
 			if err == nil {
 				defer conn.Close()
 				_, err = request(conn)
@@ -398,7 +401,7 @@ func (p *place) settle() {
 // asked sends one request on a connection of its own and returns the pod that answered.
 func (p *place) asked(address string) string {
 	p.Helper()
-	conn, err := p.dial(address)
+	conn, err := p.dial(address, patience)
 	if err != nil {
 		p.Fatal(err)
 	}

@@ -104,7 +104,12 @@ func TestChaos(t *testing.T) {
 	defer stop()
 	var looks sync.WaitGroup
 	looks.Go(func() { c.look(looking) })
-	looks.Go(func() { c.watchClock(looking) })
+	looks.Go(func() {
+		harness.WatchClock(looking, time.Second/2, func(from, to time.Time) {
+			c.open(window{why: "the computer stood still", ways: ways, from: from.Add(-5 * time.Second),
+				to: to.Add(5 * time.Second)})
+		})
+	})
 	faults.Wait()
 	rest.Wait()
 	c.awaitWhole()
@@ -428,20 +433,6 @@ func (c *chaos) inMaintenance() (map[string]bool, error) {
 		}
 	}
 	return out, nil
-}
-
-// watchClock notices when this process, and with it the clients, stood still. On a computer that
-// has too much to do, everything else may have, too.
-func (c *chaos) watchClock(ctx context.Context) {
-	tick := time.NewTicker(100 * time.Millisecond)
-	defer tick.Stop()
-	for last := time.Now(); ctx.Err() == nil; last = time.Now() {
-		<-tick.C
-		if now := time.Now(); now.Sub(last) > time.Second/2 {
-			c.open(window{why: "the computer stood still", ways: ways, from: last.Add(-5 * time.Second),
-				to: now.Add(5 * time.Second)})
-		}
-	}
 }
 
 // unready returns the Services for which EndpointSlices list no ready endpoint. When an API server

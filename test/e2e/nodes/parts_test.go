@@ -173,7 +173,7 @@ func (l *lab) testStatedWait(t *testing.T) {
 		address[name] = net.JoinHostPort(p.Status.PodIP, "8080")
 	}
 	// As a load balancer does, past the rules of kube-proxy.
-	balancer := &http.Client{Timeout: 2 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
+	balancer := &http.Client{Timeout: patience, Transport: &http.Transport{DisableKeepAlives: true}}
 	ask := func(name string) error {
 		response, err := balancer.Get("http://" + address[name] + "/")
 		if err == nil {
@@ -215,7 +215,7 @@ func (l *lab) testStatedWait(t *testing.T) {
 		took := <-gone[name]
 		t.Logf("%s: gone %.1f s after the deletion, the load balancer knew it for %.1f s", name, took.Seconds(),
 			stays.Seconds())
-		if took < least || took > least+8*time.Second {
+		if took < least || took > least+15*time.Second {
 			t.Errorf("%s: gone after %s, want %s and a few seconds", name, took, least)
 		}
 	}
@@ -435,9 +435,9 @@ func (l *lab) testNoAgents(t *testing.T) {
 		t.Logf("medians of %d deletions: %.3f s without Lameduck, %.3f s with it and without agents; %v, %v",
 			len(took["lameduck"]), without.Seconds(), with.Seconds(), took["unprotected"], took["lameduck"])
 	}
-	if float64(with) > 1.05*float64(without) {
-		t.Errorf("a deletion took %s with Lameduck and without agents, without Lameduck %s: want 5 %% more at most",
-			with, without)
+	if float64(with) > 1.05*float64(without) && with > without+100*time.Millisecond {
+		t.Errorf("a deletion took %s with Lameduck and without agents, without Lameduck %s: want 5 %% or 100 ms more "+
+			"at most", with, without)
 	}
 }
 

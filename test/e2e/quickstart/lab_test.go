@@ -68,7 +68,7 @@ func (l *lab) startClients(t *testing.T, services ...string) *clients {
 			t.Fatal(err)
 		}
 		one, err := load.Run(t.Context(), load.Options{
-			Target: fmt.Sprintf("http://%s:80/", service.Spec.ClusterIP), Rate: 80, Timeout: 5 * time.Second,
+			Target: fmt.Sprintf("http://%s:80/", service.Spec.ClusterIP), Rate: 80, Timeout: 15 * time.Second,
 			WantBody:    []byte("ok\n"),
 			SourceAddrs: slices.Concat(l.Sources[3*i%6:], l.Sources[:3*i%6]),
 		})

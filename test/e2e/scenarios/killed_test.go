@@ -33,7 +33,7 @@ func kill(t *testing.T, s *stage.Stage, pod *corev1.Pod) {
 	if err := s.Signal(pod, "webhook", syscall.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	harness.Await(t, 30*time.Second, pod.Name+" comes back", func() error {
+	harness.Await(t, 2*time.Minute, pod.Name+" comes back", func() error {
 		p, err := s.Kube.CoreV1().Pods(stage.System).Get(t.Context(), pod.Name, metav1.GetOptions{})
 		if err != nil {
 			return err

@@ -35,7 +35,7 @@ func clients(t *testing.T, address string, keepAlive bool) func() load.Result {
 func runClients(t *testing.T, address string, keepAlive bool) *load.Load {
 	t.Helper()
 	l, err := load.Run(t.Context(), load.Options{
-		Target: "http://" + address + "/", Rate: 150, Timeout: 10 * time.Second, KeepAlive: keepAlive, DropClosed: true,
+		Target: "http://" + address + "/", Rate: 150, Timeout: 30 * time.Second, KeepAlive: keepAlive, DropClosed: true,
 		WantBody: []byte("ok\n"), MaxInFlight: 1000,
 		SourceAddrs: []netip.Addr{netip.MustParseAddr("10.244.251.1"), netip.MustParseAddr("10.244.251.2")},
 	})

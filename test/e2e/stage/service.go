@@ -61,7 +61,9 @@ func (s *Stage) balance(address netip.AddrPort, service string) error {
 			}
 			s.nodes.Go(func() {
 				defer conn.Close()
-				if to := next(); to == "" || !s.forward(conn, to) {
+				if to := next(); to != "" {
+					s.forward(conn, to)
+				} else {
 					s.dropped.Add(1)
 				}
 			})
@@ -100,11 +102,11 @@ func (s *Stage) behind(service string, port uint16) ([]string, error) {
 // Dropped returns how many connections to Services were closed because no pod was behind them.
 func (s *Stage) Dropped() int { return int(s.dropped.Load()) }
 
-// forward copies both ways until one end is done. It reports whether there was another end.
-func (s *Stage) forward(conn net.Conn, to string) bool {
+// forward copies both ways until one end is done.
+func (s *Stage) forward(conn net.Conn, to string) {
 	server, err := net.DialTimeout("tcp", to, 5*time.Second)
 	if err != nil {
-		return false
+		return
 	}
 	defer server.Close()
 	stop := context.AfterFunc(s.running, func() { conn.Close(); server.Close() })
@@ -122,7 +124,6 @@ func (s *Stage) forward(conn net.Conn, to string) bool {
 		})
 	}
 	both.Wait()
-	return true
 }
 
 // late delays what it reads. Its type hides that the connection could be spliced, which would pass
