@@ -54,6 +54,7 @@ func (l *lab) trySh(ctx context.Context, script string, env ...string) (string, 
 
 // clients send requests to Services, each on a connection of its own.
 type clients struct {
+	lab   *lab
 	names []string
 	loads []*load.Load
 }
@@ -61,7 +62,7 @@ type clients struct {
 // startClients sends requests to Services of the shop, by ClusterIP.
 func (l *lab) startClients(t *testing.T, services ...string) *clients {
 	t.Helper()
-	all := &clients{names: services}
+	all := &clients{lab: l, names: services}
 	for i, name := range services {
 		service, err := l.Kube.CoreV1().Services(shop).Get(t.Context(), name, metav1.GetOptions{})
 		if err != nil {
@@ -94,6 +95,10 @@ func (c *clients) stop(t *testing.T, when string) {
 		for _, f := range r.Failures {
 			t.Logf("  %s after %.0f ms, at %s, from %s: %s", f.Kind, f.TookMillis, f.Due.Format("15:04:05.000"),
 				f.Source, f.Error)
+		}
+		if r.Failed > 0 { // whose kernel sent the clients where
+			out, err := c.lab.Set.Machines[0].Run(t.Context(), "conntrack", "-L", "-p", "tcp", "--state", "CLOSE")
+			t.Logf("connections that were reset: %v\n%s", err, out)
 		}
 	}
 }
