@@ -58,7 +58,7 @@ const (
 	// silence is how long a backup waits for an advertisement of the master: three times advert_int
 	// and a part of it. If that is below a second, the address moves where a busy machine does not
 	// run the master for as long.
-	silence = 4 * time.Second
+	silence = 8 * time.Second
 	// most is how long anything may take that must happen.
 	most = 30 * time.Second
 )
