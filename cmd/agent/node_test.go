@@ -58,7 +58,7 @@ func (trusting) PodContext(context.Context, string, drain.Pod) (coordinator.PodC
 	return coordinator.PodContext{Known: true, Terminating: true, Here: true}, nil
 }
 
-func (trusting) Uncovered(context.Context, []drain.Service) []string { return nil }
+func (trusting) Uncovered(context.Context, []drain.Service, bool) []string { return nil }
 
 // observed starts a coordinator that writes to log, and returns the options of an agent of a
 // gateway: its part of the file.

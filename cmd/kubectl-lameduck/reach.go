@@ -25,6 +25,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/check"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
+	"github.com/lameduck-io/lameduck/internal/podfacts"
 )
 
 // mostAnswer bounds an answer, in bytes.
@@ -95,7 +96,7 @@ func find(ctx context.Context, o options, kube kubernetes.Interface) (replicas, 
 // reach returns a replica whose requests go through the API server and the kubelet to the loopback
 // address of the pod.
 func reach(o options, kube kubernetes.Interface, pod *corev1.Pod) *replica {
-	r := &replica{name: pod.Name, pod: pod, ready: check.Ready(pod)}
+	r := &replica{name: pod.Name, pod: pod, ready: podfacts.Ready(pod)}
 	port := cmp.Or(o.port, portOf(pod, api.PortName, api.Port))
 	url := kube.CoreV1().RESTClient().Post().Resource("pods").Namespace(pod.Namespace).Name(pod.Name).SubResource(
 		"portforward").URL()

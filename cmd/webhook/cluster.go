@@ -21,7 +21,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/identity"
-	"github.com/lameduck-io/lameduck/internal/podcontext"
+	"github.com/lameduck-io/lameduck/internal/podfacts"
 	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/internal/watch"
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -52,11 +52,11 @@ func (p pods) Life(ctx context.Context, pod drain.Pod) (coordinator.Life, error)
 	var object corev1.Pod
 	err := p.reader.Get(ctx, types.NamespacedName{Namespace: pod.Namespace, Name: pod.Name}, &object)
 	switch {
-	case apierrors.IsNotFound(err):
-		return coordinator.Leaving, nil
+	case apierrors.IsNotFound(err), err == nil && drain.UID(object.UID) != pod.UID:
+		return coordinator.Gone, nil
 	case err != nil:
 		return coordinator.LifeUnknown, fmt.Errorf("read pod %s: %w", pod, err)
-	case drain.UID(object.UID) != pod.UID || object.DeletionTimestamp != nil:
+	case object.DeletionTimestamp != nil:
 		return coordinator.Leaving, nil
 	default:
 		return coordinator.Living, nil
@@ -186,7 +186,7 @@ func (r *roster) run(ctx context.Context) error {
 				continue
 			}
 			expected = append(expected, drain.Expected{
-				ID: drain.AgentID(p.UID), Name: p.Namespace + "/" + p.Name, Ready: isReady(p),
+				ID: drain.AgentID(p.UID), Name: p.Namespace + "/" + p.Name, Ready: podfacts.Ready(p),
 				Label:   drain.ParseLabel(p.Labels[agentLabel]),
 				Pending: p.Status.Phase == corev1.PodPending,
 			})
@@ -198,11 +198,6 @@ func (r *roster) run(ctx context.Context) error {
 		r.handed = version
 		r.mu.Unlock()
 	}
-}
-
-func isReady(p *corev1.Pod) bool {
-	_, ready := podcontext.ReadySince(p)
-	return ready && p.DeletionTimestamp == nil
 }
 
 const (

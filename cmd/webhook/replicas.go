@@ -16,6 +16,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/identity"
 	"github.com/lameduck-io/lameduck/internal/peers"
+	"github.com/lameduck-io/lameduck/internal/podfacts"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -93,7 +94,7 @@ func (r *replicas) set(p *corev1.Pod) {
 	}
 	r.who.ExpectReplica(drain.AgentID(p.UID), true)
 	r.Set(peers.Peer{Ordinal: ordinal, Name: p.Name, URL: "https://" + net.JoinHostPort(p.Status.PodIP, r.port),
-		Ready: isReady(p)})
+		Ready: podfacts.Ready(p)})
 }
 
 func (r *replicas) gone(p *corev1.Pod) {

@@ -35,8 +35,10 @@ import (
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/internal/identity"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/internal/peers"
 	"github.com/lameduck-io/lameduck/internal/podcontext"
+	"github.com/lameduck-io/lameduck/internal/podfacts"
 	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -88,7 +90,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	}
 	known, err := cache.New(config, cache.Options{
 		Scheme:           clientscheme.Scheme,
-		DefaultTransform: cache.TransformStripManagedFields(),
+		DefaultTransform: strip,
 		// Objects from this cache are only read, never changed.
 		DefaultUnsafeDisableDeepCopy: ptr.To(true),
 		ReaderFailOnMissingInformer:  true,
@@ -119,7 +121,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	}}
 	others.Able = ready.Check
 	coord := coordinator.New(self, o.times, coordinator.Options{
-		Able:     ready.Check,
+		Able: ready.Check, Elsewhere: ready.Elsewhere,
 		MaxHolds: o.Holds.Most, MaxHoldsPerOwner: o.Holds.PerOwner, Pods: pods{live}, Authenticate: who, Log: log,
 		Metrics:     coordinator.NewMetrics(registry),
 		PodContexts: around, Scope: o.Barrier.Ask, Sampling: drain.Sampling{AllUpTo: o.Barrier.Sampling.AllUpTo,
@@ -144,7 +146,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 			return agents
 		},
 		Asks: coord.Asks, Excluded: o.excluded, Barrier: func(p *corev1.Pod) bool {
-			return p.Annotations[admission.BarrierIDAnnotation] != ""
+			return keys.Barred(p.Annotations)
 		}}
 	registry.MustRegister(covers)
 	kinds, err := covers.Watch(ctx, known, live.RESTMapper())
@@ -319,7 +321,7 @@ func (w *watches) register(ctx context.Context, known cache.Cache) error {
 		func(p *corev1.Pod) {
 			if p.DeletionTimestamp != nil {
 				w.coord.GatePassed(drain.UID(p.UID))
-			} else if at, ready := podcontext.ReadySince(p); ready {
+			} else if at, ready := podfacts.ReadySince(p); ready {
 				w.coord.Ready(drain.UID(p.UID), at)
 			}
 			w.roster.set(p)
@@ -378,4 +380,16 @@ func (w *watches) synced() bool {
 	}
 	w.all.Store(w.roster.listed())
 	return w.all.Load()
+}
+
+// strip removes from an object what no decision needs: a replica keeps every pod of the cluster.
+func strip(object any) (any, error) {
+	if pod, ok := object.(*corev1.Pod); ok {
+		pod.Spec.Volumes, pod.Spec.InitContainers, pod.Spec.Affinity, pod.Spec.Tolerations = nil, nil, nil, nil
+		for i, c := range pod.Spec.Containers {
+			pod.Spec.Containers[i] = corev1.Container{Name: c.Name, Lifecycle: c.Lifecycle}
+		}
+		pod.Status.ContainerStatuses, pod.Status.InitContainerStatuses = nil, nil
+	}
+	return cache.TransformStripManagedFields()(object)
 }

@@ -28,6 +28,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/internal/keys"
+	"github.com/lameduck-io/lameduck/internal/podfacts"
 )
 
 // Level is how bad a finding is.
@@ -228,7 +229,7 @@ func (f Facts) coordinators(add adder) {
 		look := "kubectl -n " + f.System + " describe pod " + c.Pod.Name
 		nodes[c.Pod.Spec.NodeName] = true
 		switch {
-		case !Ready(&c.Pod):
+		case !podfacts.Ready(&c.Pod):
 			add(Error, object, look, "the coordinator is not ready: %s", Why(&c.Pod))
 		case c.Err != nil:
 			add(Unknown, object, "the reason names what is missing", "%v", c.Err)
@@ -475,7 +476,7 @@ func (f Facts) barrier(add adder) {
 	at, agent := map[string]*corev1.Pod{}, ""
 	for i := range f.NodeAgents {
 		p := &f.NodeAgents[i]
-		if agent = p.Namespace; at[p.Spec.NodeName] == nil || Ready(p) {
+		if agent = p.Namespace; at[p.Spec.NodeName] == nil || podfacts.Ready(p) {
 			at[p.Spec.NodeName] = p
 		}
 	}
@@ -487,7 +488,7 @@ func (f Facts) barrier(add adder) {
 		case n.Labels[corev1.LabelOSStable] == "windows" || !nodeReady(&n):
 		case p == nil:
 			none = append(none, n.Name)
-		case !Ready(p):
+		case !podfacts.Ready(p):
 			add(Error, "Pod "+p.Namespace+"/"+p.Name, "kubectl -n "+p.Namespace+" describe pod "+p.Name,
 				"the agent of node %s is not ready: %s. Pods there stop without waiting", n.Name, Why(p))
 		}
@@ -619,13 +620,6 @@ func some(all []string) string {
 		text += fmt.Sprintf(" and %d more", more)
 	}
 	return text
-}
-
-// Ready reports whether a pod is ready and not being deleted.
-func Ready(p *corev1.Pod) bool {
-	return p.DeletionTimestamp == nil && slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
-		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
-	})
 }
 
 func nodeReady(n *corev1.Node) bool {

@@ -254,11 +254,11 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 		return nil, refusal{http.StatusRequestEntityTooLarge,
 			fmt.Sprintf("routes: %d are more than %d", len(d.Routes), wire.MaxRoutes)}
 	}
-	if len(d.Population) > wire.MaxName {
-		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("population: longer than %d bytes", wire.MaxName)}
-	}
-	if len(d.GatewayMode) > wire.MaxName {
-		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("gatewayMode: longer than %d bytes", wire.MaxName)}
+	for name, text := range map[string]string{"gateway": d.Gateway, "gatewayMode": d.GatewayMode,
+		"population": d.Population} {
+		if len(text) > wire.MaxName {
+			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("%s: longer than %d bytes", name, wire.MaxName)}
+		}
 	}
 	for i, route := range d.Routes {
 		switch {

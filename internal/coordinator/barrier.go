@@ -27,10 +27,12 @@ type PodContext struct {
 	// Known: there is such a pod, with this UID. Terminating: it has a deletionTimestamp in the
 	// cache.
 	Known, Terminating bool
-	// Here: the agent that asks is on the pod's node.
-	Here bool
-	// NotEnforced: the pod's mode is observe or off.
-	NotEnforced bool
+	// Here: the agent that asks is on the pod's node. Elsewhere: see [Options.Elsewhere].
+	Here, Elsewhere bool
+	// NotEnforced: the pod's mode is observe or off. Partly: a container has no hook.
+	NotEnforced, Partly bool
+	// Addresses are those of the pod.
+	Addresses []netip.AddrPort
 	// Targets are the Services that list the pod, or recently did, with their usable targets.
 	Targets []drain.Targets
 	// Stated to Young are as in [drain.Barrier].
@@ -52,9 +54,9 @@ type PodContexts interface {
 	// that asks, or "" if the replica itself asks whether pod is known. PodContext returns an error
 	// if the cache has not synced.
 	PodContext(ctx context.Context, agent string, pod drain.Pod) (PodContext, error)
-	// Uncovered names the consumers of services that are not waited for. The coordinator calls it
-	// once, at the end of a barrier.
-	Uncovered(ctx context.Context, services []drain.Service) []string
+	// Uncovered names the consumers of services that are not waited for. barred: every container of
+	// the pod has the hook. The coordinator calls it once, at the end of a barrier.
+	Uncovered(ctx context.Context, services []drain.Service, barred bool) []string
 }
 
 // barrier answers a hook's request when the pod may be told to stop.
@@ -108,7 +110,7 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 			answer, reason := bar.Answer(), bar.Status.Reason
 			if !bar.Restart && (reason == drain.Acknowledged || reason == drain.NoAgents) {
 				c.unlock()
-				uncovered = c.PodContexts.Uncovered(r.Context(), servicesOf(bar.context.Targets))
+				uncovered = c.PodContexts.Uncovered(r.Context(), servicesOf(bar.context.Targets), !bar.context.Partly)
 				c.mu.Lock()
 			}
 			if len(uncovered) > 0 {
@@ -183,23 +185,31 @@ type Bar struct {
 	Wake   time.Time
 }
 
-// strangerTime is how long after the deletion of a pod that a replica does not know it leaves the
-// pod's hooks to others. It knows none of the pod's Services, and would ask too few agents.
+// strangerTime is how long after the deletion of a pod a replica leaves the pod's hooks to others,
+// if it does not know the pod, or another one has more agents. It would ask too few agents, because
+// it knows none of the pod's Services, or would wait for agents that are not connected here.
 const strangerTime = 2 * time.Second
 
 // Bar begins the wait of a hook. s is the context of its pod.
 func (c *Core) Bar(now time.Time, who Identity, asked wire.BarrierRequest, s PodContext) (*Bar, error) {
 	terminating := asked.Terminating || s.Terminating
+	bound, elapsed := boundOf(asked)
 	switch {
 	case s.Known && !s.Here:
 		return nil, refusal{http.StatusForbidden, fmt.Sprintf("pod %s is not on the node of %s", asked.Pod, who.Name)}
 	case !s.Known && !terminating:
 		return nil, refusal{http.StatusNotFound, fmt.Sprintf("pod %s is not known here", asked.Pod)}
+	case s.Elsewhere && elapsed < strangerTime:
+		return nil, refusal{http.StatusServiceUnavailable, "another replica has more agents"}
 	case c.barriers >= c.limits.MaxBarriers:
 		return nil, refusal{http.StatusServiceUnavailable, "too many barriers wait at this replica"}
 	}
 	c.barriers++
-	bound, elapsed := boundOf(asked)
+	// Agents also delete connections to these addresses. Those of a pod that is not known here are
+	// what the agent says.
+	if len(s.Addresses) > 0 {
+		asked.Targets = s.Addresses
+	}
 	return &Bar{core: c, context: s, until: now.Add(min(bound, RestartTimeout)), Restart: !terminating,
 		stopped: asked.Since, Look: terminating && !s.Terminating, seesQuiet: asked.SeesQuiet,
 		stranger: !s.Known && elapsed < strangerTime,
@@ -213,13 +223,16 @@ func (b *Bar) Close() { b.core.barriers-- }
 
 // Read records a live read of the pod. An agent may know before this replica that its pod is
 // terminating. It returns a refusal if the pod is not, because a barrier marks it as terminating
-// permanently, and if this replica does not know the pod and another one may.
+// permanently, and if this replica does not know the pod and there is none or another one may.
 func (b *Bar) Read(life Life, err error) error {
 	switch {
 	case err != nil || life == LifeUnknown:
 		return refusal{http.StatusServiceUnavailable, fmt.Sprintf("pod %s cannot be read: %v", b.of.Pod, err)}
 	case life == Living:
 		return refusal{http.StatusConflict, fmt.Sprintf("pod %s is not terminating", b.of.Pod)}
+	case life == Gone && !b.context.Known:
+		// An agent could name another pod's UID, on any node.
+		return refusal{http.StatusNotFound, fmt.Sprintf("pod %s with UID %s does not exist", b.of.Pod, b.of.Pod.UID)}
 	case b.stranger:
 		return refusal{http.StatusServiceUnavailable, fmt.Sprintf("pod %s is not known here yet", b.of.Pod)}
 	}
@@ -314,6 +327,7 @@ func (c *Coordinator) podContext(ctx context.Context, who Identity, asked wire.B
 	if err != nil {
 		return s, refusal{http.StatusServiceUnavailable, err.Error()}
 	}
+	s.Elsewhere = c.Elsewhere != nil && c.Elsewhere()
 	return s, nil
 }
 

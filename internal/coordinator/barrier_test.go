@@ -40,7 +40,7 @@ func (v fakeContexts) PodContext(context.Context, string, drain.Pod) (PodContext
 	return v.nearby.PodContext, v.err
 }
 
-func (v fakeContexts) Uncovered(context.Context, []drain.Service) []string {
+func (v fakeContexts) Uncovered(context.Context, []drain.Service, bool) []string {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return v.uncovered
@@ -509,6 +509,44 @@ func TestAPodThatIsGoingIsReadLive(t *testing.T) {
 		if is := <-one.hook(pod("a")); is.err == nil || !strings.Contains(is.err.Error(), "not known here yet") {
 			t.Errorf("the first hook is told %v", is)
 		}
+		hook := one.hook(pod("a"), func(b *wire.BarrierRequest) { b.ElapsedMillis = strangerTime.Milliseconds() })
+		one.see(t, pod("a"), drain.Idle, true)
+		passed(t, hook, "Acknowledged after 0s")
+	})
+}
+
+// Without this, who has the token of an agent takes any pod out of traffic, by its UID.
+func TestAHookOfAPodThatDoesNotExist(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n, near := newNetwork(t), newNearby()
+		near.Known, near.Terminating = false, false
+		r := n.replica("replica-0", "a", with(near))
+		one, edge := n.nodeAgent("node-1", "replica-0"), n.agent("edge", []drain.Service{web}, "replica-0")
+		p := pod("a")
+		r.lives.set(p.UID, Gone)
+		is := <-one.hook(p, func(b *wire.BarrierRequest) { b.ElapsedMillis = strangerTime.Milliseconds() })
+		if is.err == nil || !strings.Contains(is.err.Error(), "does not exist") {
+			t.Errorf("the hook is told %v", is)
+		}
+		synctest.Wait()
+		if edge.exclusions.holders(p) != "" {
+			t.Error("a gateway is told of it")
+		}
+	})
+}
+
+// A replica that has just started would wait for agents that are not connected to it yet.
+func TestAnotherReplicaHasMoreAgents(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		n.replica("replica-0", "a", with(newNearby()), func(o *Options) {
+			o.Elsewhere = func() bool { return true }
+		})
+		one := n.nodeAgent("node-1", "replica-0")
+		if is := <-one.hook(pod("a")); is.err == nil || !strings.Contains(is.err.Error(), "has more agents") {
+			t.Errorf("the first hook is told %v", is)
+		}
+		// The agent may have no stream of the other one.
 		hook := one.hook(pod("a"), func(b *wire.BarrierRequest) { b.ElapsedMillis = strangerTime.Milliseconds() })
 		one.see(t, pod("a"), drain.Idle, true)
 		passed(t, hook, "Acknowledged after 0s")

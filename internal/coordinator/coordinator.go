@@ -51,8 +51,10 @@ const (
 	LifeUnknown Life = iota
 	// Living: the pod exists, with this UID and without deletionTimestamp.
 	Living
-	// Leaving: it is terminating or deleted, or another pod has its name.
+	// Leaving: it is terminating.
 	Leaving
+	// Gone: no pod has its name, or another one has.
+	Gone
 )
 
 // Pods reads pods live, not from a cache.
@@ -93,8 +95,10 @@ type Options struct {
 	MaxBarriers int
 	// Claimant decides for witnesses whether a deletion may take capacity.
 	Claimant Claimant
-	// Able returns why this replica cannot decide on deletions now, or nil.
-	Able func() error
+	// Able returns why this replica cannot decide on deletions now, or nil. Elsewhere reports
+	// whether another one can then, and has most agents. May be nil.
+	Able      func() error
+	Elsewhere func() bool
 	// Shown returns what this replica contributes to the page of another one: its view, its report
 	// of the mode observe, or its explanation of a pod.
 	Shown func(r *http.Request) (any, error)

@@ -190,7 +190,7 @@ func (c *Core) Read(now time.Time, uid drain.UID, life Life) {
 	switch life {
 	case Living:
 		c.Ledger.NotTerminating(now, uid)
-	case Leaving:
+	case Leaving, Gone:
 		c.GatePassed(now, uid)
 	}
 }

@@ -4,10 +4,9 @@ import (
 	"net"
 	"syscall"
 	"time"
-)
 
-// tcpUserTimeout is TCP_USER_TIMEOUT of linux/tcp.h.
-const tcpUserTimeout = 0x12
+	"golang.org/x/sys/unix"
+)
 
 // ListenConfig returns the configuration of the listener for agents. A connection ends after away
 // if its other end does not acknowledge what is written, or does not answer keep-alive probes.
@@ -22,7 +21,7 @@ func ListenConfig(away time.Duration) net.ListenConfig {
 		Control: func(_, _ string, conn syscall.RawConn) error {
 			var err error
 			if controlErr := conn.Control(func(fd uintptr) {
-				err = syscall.SetsockoptInt(int(fd), syscall.IPPROTO_TCP, tcpUserTimeout, int(away.Milliseconds()))
+				err = syscall.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(away.Milliseconds()))
 			}); controlErr != nil {
 				return controlErr
 			}

@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 	"unsafe"
+
+	"golang.org/x/sys/unix"
 )
 
 // Without this, an agent whose node has lost its power counts as connected for a quarter of an
@@ -35,7 +37,8 @@ func TestConnectionsOfDeadNodesEnd(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := raw.Control(func(fd uintptr) {
-		for option, want := range map[int]int{tcpUserTimeout: 5000, syscall.TCP_KEEPINTVL: 1, syscall.TCP_KEEPCNT: 3} {
+		for option, want := range map[int]int{unix.TCP_USER_TIMEOUT: 5000, unix.TCP_KEEPINTVL: 1,
+			unix.TCP_KEEPCNT: 3} {
 			if got, err := syscall.GetsockoptInt(int(fd), syscall.IPPROTO_TCP, option); err != nil || got != want {
 				t.Errorf("option %d is %d, want %d: %v", option, got, want, err)
 			}

@@ -22,6 +22,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/lameduck-io/lameduck/internal/podfacts"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -221,7 +222,7 @@ func (s *Source) gateway(ctx context.Context, g Gateway, service drain.Service, 
 	ready := 0
 	for _, pod := range pods.Items {
 		gateways[drain.AgentID(pod.UID)] = true
-		if !isReady(&pod) {
+		if !podfacts.Ready(&pod) {
 			continue
 		}
 		ready++
@@ -336,10 +337,4 @@ func unaided(service *corev1.Service, observed, barrier bool) (all []Consumer) {
 			"with externalTrafficPolicy Local it sends to the pod's node until its own health check fails"
 	}
 	return append(all, balancer)
-}
-
-func isReady(pod *corev1.Pod) bool {
-	return pod.DeletionTimestamp == nil && slices.ContainsFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool {
-		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
-	})
 }

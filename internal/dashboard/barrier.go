@@ -11,7 +11,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
-	"github.com/lameduck-io/lameduck/pkg/admission"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -61,7 +61,7 @@ func (d *Dashboard) addPods(all *api.Barriers) {
 // wait at the barrier. It returns none if the pod has no barrier.
 func hooksOf(pod *corev1.Pod) []api.Hook {
 	hooks := []api.Hook{}
-	id := pod.Annotations[admission.BarrierIDAnnotation]
+	id := pod.Annotations[keys.BarrierID]
 	if id == "" {
 		return hooks
 	}
@@ -80,7 +80,7 @@ func hooksOf(pod *corev1.Pod) []api.Hook {
 		hooks = append(hooks, h)
 	}
 	// An annotation of the pod also names the containers that could not be given a hook.
-	for name := range strings.SplitSeq(pod.Annotations[admission.BarrierUncoveredAnnotation], ",") {
+	for name := range strings.SplitSeq(pod.Annotations[keys.BarrierUncovered], ",") {
 		name = strings.TrimSpace(name)
 		if name != "" && !slices.ContainsFunc(hooks, func(h api.Hook) bool { return h.Container == name }) {
 			hooks = append(hooks, api.Hook{Container: name, Kind: hookNone})
@@ -97,15 +97,15 @@ func explainBarrier(pod *corev1.Pod, agents []drain.Acknowledger, asked int, nod
 	uncovered := func(what, format string, args ...any) {
 		missing = append(missing, api.Uncovered{What: what, Why: fmt.Sprintf(format, args...)})
 	}
-	if pod.Annotations[admission.BarrierIDAnnotation] == "" {
+	if pod.Annotations[keys.BarrierID] == "" {
 		return nil, nil
 	}
 	x = &api.ExplainedBarrier{Hooks: hooksOf(pod), Node: pod.Spec.NodeName, Asked: asked, Stated: []api.StatedWait{}}
-	bound, err := time.ParseDuration(pod.Annotations[admission.BarrierBoundAnnotation])
+	bound, err := time.ParseDuration(pod.Annotations[keys.BarrierBound])
 	if err == nil {
 		x.BoundSeconds = bound.Seconds()
 	}
-	if grace, err := strconv.Atoi(pod.Annotations[admission.BarrierGraceAnnotation]); err == nil {
+	if grace, err := strconv.Atoi(pod.Annotations[keys.BarrierGrace]); err == nil {
 		x.GraceSeconds = float64(grace)
 	}
 	for _, h := range x.Hooks {

@@ -13,6 +13,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
@@ -21,8 +22,8 @@ import (
 func barred(bound string, containers ...corev1.Container) *corev1.Pod {
 	return &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "a", UID: "uid-a", Annotations: map[string]string{
-			admission.BarrierIDAnnotation: "id-1", admission.BarrierBoundAnnotation: bound,
-			admission.BarrierGraceAnnotation: "20", admission.BarrierUncoveredAnnotation: "tls",
+			keys.BarrierID: "id-1", keys.BarrierBound: bound,
+			keys.BarrierGrace: "20", keys.BarrierUncovered: "tls",
 		}},
 		Spec: corev1.PodSpec{NodeName: "node-1", Containers: containers},
 	}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
@@ -72,7 +73,7 @@ func (d *Dashboard) explainHere(r *http.Request) (x api.Explanation, err error) 
 	if len(services) == 0 {
 		// No Service lists the pod. If the pod has a barrier, agents that observe every Service are
 		// asked there nevertheless.
-		barrier := e.Pod.Annotations[admission.BarrierIDAnnotation] != ""
+		barrier := e.Pod.Annotations[keys.BarrierID] != ""
 		parties = slices.DeleteFunc(parties, func(p drain.Acknowledger) bool {
 			return !barrier || p.Hold || !p.Barrier
 		})
@@ -82,8 +83,7 @@ func (d *Dashboard) explainHere(r *http.Request) (x api.Explanation, err error) 
 		if covers[i].Name = service; d.Coverage == nil {
 			continue
 		}
-		barrier := e.Pod.Annotations[admission.BarrierIDAnnotation] != ""
-		if covers[i], err = d.Coverage(ctx, service, barrier); err != nil {
+		if covers[i], err = d.Coverage(ctx, service, keys.Barred(e.Pod.Annotations)); err != nil {
 			d.Log.Warn("find out what routes a Service", "service", service.String(), "error", err)
 		}
 	}
@@ -125,7 +125,7 @@ func explanation(e admission.Explanation, parties []drain.Acknowledger, gateways
 		x.Services = append(x.Services, api.ExplainedService{Namespace: t.Service.Namespace, Name: t.Service.Name,
 			Usable: len(t.Usable)})
 	}
-	barrier := e.Pod.Annotations[admission.BarrierIDAnnotation] != ""
+	barrier := e.Pod.Annotations[keys.BarrierID] != ""
 	observers, unable, asked := explainGates(&x, e.Verdict, barrier, parties, gateways, node)
 	for _, s := range covers {
 		for _, c := range s.Consumers {

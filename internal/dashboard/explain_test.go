@@ -17,6 +17,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
@@ -61,8 +62,8 @@ func TestExplanation(t *testing.T) {
 		"following, without a barrier": {drains, nil, []drain.Acknowledger{hap, kp}, web, []string{"edge/hap hold"},
 			[]string{"kube-proxy, for shop/web"}, "1 gateway"},
 		"following, with a barrier": {drains,
-			map[string]string{admission.BarrierIDAnnotation: "x",
-				admission.BarrierUncoveredAnnotation: "istio-proxy, log"}, []drain.Acknowledger{hap, kp}, web,
+			map[string]string{keys.BarrierID: "x",
+				keys.BarrierUncovered: "istio-proxy, log"}, []drain.Acknowledger{hap, kp}, web,
 			[]string{"edge/hap hold", "edge/kp barrier"}, []string{"container istio-proxy", "container log"},
 			"1 gateway"},
 		"by the Service's address": {drains, nil, []drain.Acknowledger{mesh, hap}, web, []string{"edge/hap hold"},

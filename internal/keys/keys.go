@@ -40,16 +40,20 @@ func ModeOf(pod, namespace map[string]string, byDefault string) string {
 func IsMode(value string) bool { return slices.Contains([]string{Enforce, Observe, Off}, value) }
 
 const (
-	// BarrierID is the annotation by which the hook names its pod.
+	// BarrierID is the annotation by which the hook names its pod. At its creation a pod has no UID
+	// and, with generateName, no name, so the id is random.
 	BarrierID = "lameduck.io/barrier-id"
-	// BarrierBound is the annotation with the longest wait of the hook, a duration.
+	// BarrierBound is the annotation with the longest wait of the hook, a duration. The grace
+	// period was extended by it. On a namespace or a Service it sets the bound of pods that are
+	// created there.
 	BarrierBound = "lameduck.io/barrier-bound"
 	// DefaultBound is the bound where neither a file nor an annotation states one.
 	DefaultBound = 30 * time.Second
 	// BarrierGrace is the annotation with the grace period that the pod had before the bound was
 	// added, in seconds.
 	BarrierGrace = "lameduck.io/barrier-grace"
-	// BarrierUncovered is the annotation that names the containers without a hook.
+	// BarrierUncovered is the annotation that names the containers that could not be given the
+	// hook, separated by commas: they stop without waiting.
 	BarrierUncovered = "lameduck.io/barrier-uncovered"
 
 	// WaitContainer is the name of the init container that brings the program lameduck-wait.
@@ -57,3 +61,6 @@ const (
 	// WaitPath is where node agents answer hooks. The pod's BarrierID follows.
 	WaitPath = "/v1/wait/"
 )
+
+// Barred reports whether every container of a pod with these annotations has the hook.
+func Barred(pod map[string]string) bool { return pod[BarrierID] != "" && pod[BarrierUncovered] == "" }

@@ -29,6 +29,16 @@ type Readiness struct {
 // Stop makes the replica unready, permanently.
 func (r *Readiness) Stop() { r.stopping.Store(true) }
 
+// Elsewhere reports whether another replica judges deletions with most of its agents, and this one
+// cannot now.
+func (r *Readiness) Elsewhere() bool {
+	if r.Check() == nil {
+		return false
+	}
+	_, ok := r.Others.Sees()
+	return ok
+}
+
 // Check returns the reason why this replica cannot judge deletions, or nil. A replica that has lost
 // the streams of most of its agents abstains only while another replica has them. Without another
 // such replica it judges: waiting for agents ends at the deadline, but a lost request stays lost.

@@ -22,6 +22,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/internal/keys"
+	"github.com/lameduck-io/lameduck/internal/podfacts"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
@@ -82,6 +83,7 @@ func (v *Source) PodContext(ctx context.Context, agent string, pod drain.Pod) (s
 		return s, fmt.Errorf("read pod %s from the cache: %w", pod, err)
 	}
 	s.Known, s.Terminating = true, is.DeletionTimestamp != nil
+	s.Partly = is.Annotations[keys.BarrierUncovered] != ""
 	s.IdleBound = v.duration(&is, idleBound, time.ParseDuration)
 	if agent == "" {
 		return s, nil
@@ -96,8 +98,11 @@ func (v *Source) PodContext(ctx context.Context, agent string, pod drain.Pod) (s
 	if err := v.Reader.Get(ctx, types.NamespacedName{Namespace: namespace, Name: name}, &asks); err != nil {
 		return s, fmt.Errorf("read agent's pod %s from the cache: %w", agent, err)
 	}
+	if !is.Spec.HostNetwork {
+		s.Addresses = podfacts.Addresses(&is)
+	}
 	s.Here = is.Spec.NodeName != "" && asks.Spec.NodeName == is.Spec.NodeName
-	at, ready := ReadySince(&is)
+	at, ready := podfacts.ReadySince(&is)
 	switch {
 	case ready:
 		deleted := v.Now() // or just before: the agent that asks learned of it earlier
@@ -112,9 +117,6 @@ func (v *Source) PodContext(ctx context.Context, agent string, pod drain.Pod) (s
 	s.Targets = admission.Targets(v.Index, listings)
 	var all []standing
 	for i, l := range listings {
-		if l.Left {
-			continue
-		}
 		of, err := v.service(ctx, l.Service)
 		if err != nil {
 			return s, err
@@ -130,7 +132,7 @@ func (v *Source) PodContext(ctx context.Context, agent string, pod drain.Pod) (s
 			s.Stated = max(s.Stated, stated.Wait)
 		}
 		s.IdleBound = max(s.IdleBound, v.duration(&of, idleBound, time.ParseDuration))
-		if of.Spec.ClusterIP != corev1.ClusterIPNone {
+		if !l.Left && of.Spec.ClusterIP != corev1.ClusterIPNone {
 			all = append(all, standing{of: of, name: l.Service, last: s.Targets[i].Last(pod.UID)})
 		}
 	}
@@ -138,8 +140,8 @@ func (v *Source) PodContext(ctx context.Context, agent string, pod drain.Pod) (s
 }
 
 // Uncovered implements [coordinator.PodContexts].
-func (v *Source) Uncovered(ctx context.Context, services []drain.Service) []string {
-	names, err := v.Coverage.Uncovered(ctx, services, true)
+func (v *Source) Uncovered(ctx context.Context, services []drain.Service, barred bool) []string {
+	names, err := v.Coverage.Uncovered(ctx, services, barred)
 	if err != nil { // the rest was found
 		v.Log.Warn("find out what routes Services", "services", services, "error", err)
 	}
@@ -260,18 +262,8 @@ func (v *Source) readyForLong(ctx context.Context, ref *corev1.ObjectReference) 
 		is.UID != ref.UID {
 		return false
 	}
-	at, ready := ReadySince(&is)
+	at, ready := podfacts.ReadySince(&is)
 	return ready && v.Now().Sub(at) >= heardBy && !v.Going(drain.UID(ref.UID))
-}
-
-// ReadySince returns when a pod's Ready condition last changed, and whether the condition is true.
-func ReadySince(p *corev1.Pod) (at time.Time, ready bool) {
-	for _, c := range p.Status.Conditions {
-		if c.Type == corev1.PodReady {
-			return c.LastTransitionTime.Time, c.Status == corev1.ConditionTrue
-		}
-	}
-	return time.Time{}, false
 }
 
 // duration reads an annotation. An annotation that cannot be read counts as 0, and is logged once.

@@ -254,6 +254,17 @@ func TestPodContext(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
+			// The Service's selector leaves the pod: what it states holds for those that have not
+			// heard of that.
+			without := slice.DeepCopy()
+			without.ResourceVersion, without.Endpoints = "8", nil
+			v.Index.(*endpoints.Index).Apply(time.Now(), without)
+			left, err := v.PodContext(t.Context(), "lameduck-node/agent-x",
+				drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"})
+			if err != nil || left.Stated != got.Stated && got.Stated != heardBy || left.AtMost != got.AtMost ||
+				left.IdleBound != got.IdleBound {
+				t.Errorf("%+v before its Service has left it, and %+v after: %v", got, left, err)
+			}
 			listed := len(got.Targets) == 1
 			got.Targets = nil
 			if got.Known != c.want.Known || got.NotEnforced != c.want.NotEnforced ||

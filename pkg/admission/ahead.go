@@ -10,6 +10,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/lameduck-io/lameduck/internal/endpoints"
+	"github.com/lameduck-io/lameduck/internal/podfacts"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
@@ -38,17 +39,14 @@ func (a Ahead) Usable(service types.NamespacedName) []health.UID {
 		len(of.Spec.Selector) == 0 {
 		return usable
 	}
-	var pods corev1.PodList
-	if a.Reader.List(context.Background(), &pods, client.InNamespace(service.Namespace),
+	var all corev1.PodList
+	if a.Reader.List(context.Background(), &all, client.InNamespace(service.Namespace),
 		client.MatchingLabels(of.Spec.Selector)) != nil {
 		return usable
 	}
-	for _, p := range pods.Items {
-		late := p.DeletionTimestamp == nil && p.Status.Phase == corev1.PodRunning &&
-			slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
-				return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue &&
-					a.Now().Sub(c.LastTransitionTime.Time) < endpoints.Linger
-			})
+	for _, p := range all.Items {
+		since, _ := podfacts.ReadySince(&p)
+		late := podfacts.Ready(&p) && p.Status.Phase == corev1.PodRunning && a.Now().Sub(since) < endpoints.Linger
 		if !late || slices.Contains(usable, health.UID(p.UID)) {
 			continue
 		}

@@ -41,8 +41,6 @@ type Facts struct {
 	// Finished: phase Succeeded or Failed. NotRunning: Pending or not scheduled. Mirror: the mirror
 	// pod of a static pod.
 	Finished, NotRunning, Mirror bool
-	// ByNode: the caller is in group system:nodes.
-	ByNode bool
 	// Forced: the deletion has grace period 0, and the pod's own is not 0.
 	Forced bool
 
@@ -109,7 +107,6 @@ const (
 	Terminating          Reason = "Terminating"
 	Finished             Reason = "Finished"
 	NotRunning           Reason = "NotRunning"
-	ByNode               Reason = "ByNode"
 	Forced               Reason = "Forced"
 	NamespaceTerminating Reason = "NamespaceTerminating"
 	DisruptionTarget     Reason = "DisruptionTarget"
@@ -183,7 +180,8 @@ type Row struct {
 	Reason Reason
 	When   func(Facts) bool
 	// Answer sets only Action, Unroute and Warn. [Decide] clears Unroute if the pod is not ready,
-	// if no agent at the hold may route it, or in mode observe.
+	// if no agent at the hold may route it, in mode observe, or for an eviction, which the API
+	// server may refuse for its budget.
 	Answer Verdict
 	// Words describe When, as the end of a sentence: "it has finished".
 	Words string
@@ -217,8 +215,6 @@ var Table = []Row{
 	{Finished, func(f Facts) bool { return f.Finished }, unroute, "it has finished: its phase is Succeeded or Failed",
 		nil},
 	{NotRunning, func(f Facts) bool { return f.NotRunning }, unroute, "it is Pending, or on no node", nil},
-	{ByNode, func(f Facts) bool { return f.ByNode }, unroute,
-		"a kubelet deletes it: its containers have stopped already", nil},
 	{Forced, func(f Facts) bool { return f.Forced }, unroute, "the grace period is 0", nil},
 	{NamespaceTerminating, func(f Facts) bool { return f.NamespaceTerminating }, unroute,
 		"its namespace is being deleted", nil},
@@ -267,7 +263,7 @@ func Decide(f Facts) Verdict {
 	row := Table[slices.IndexFunc(Table, func(r Row) bool { return r.When(f) })]
 	v := row.Answer
 	v.Reason, v.Words, v.Unroute = row.Reason, row.Words, v.Unroute && f.Ready && f.CouldRoute &&
-		f.Mode != keys.Observe
+		f.Mode != keys.Observe && f.Operation == Delete
 	if row.Message != nil {
 		v.Message = row.Message(f)
 	}

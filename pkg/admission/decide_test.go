@@ -21,7 +21,6 @@ var matching = map[Reason]func(*Facts){
 	Terminating:          func(f *Facts) { f.Terminating = true },
 	Finished:             func(f *Facts) { f.Finished = true },
 	NotRunning:           func(f *Facts) { f.NotRunning = true },
-	ByNode:               func(f *Facts) { f.ByNode = true },
 	Forced:               func(f *Facts) { f.Forced = true },
 	NamespaceTerminating: func(f *Facts) { f.NamespaceTerminating = true },
 	DisruptionTarget:     func(f *Facts) { f.DisruptionTarget = true },
@@ -163,6 +162,8 @@ func TestDecideUnroutesOnlyWhatIsRouted(t *testing.T) {
 		for name, set := range map[string]func(*Facts){
 			"not ready": func(f *Facts) { f.Ready = false },
 			"no agent":  func(f *Facts) { f.CouldRoute = false },
+			// The API server may still refuse it for its budget, again and again.
+			"evicted": func(f *Facts) { f.Operation = Evict },
 		} {
 			f := plain()
 			matching[r.Reason](&f)

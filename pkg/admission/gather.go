@@ -17,6 +17,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/internal/keys"
+	"github.com/lameduck-io/lameduck/internal/podfacts"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
@@ -126,7 +127,6 @@ func (c *Cluster) gather(ctx context.Context, now time.Time, q *request) (Facts,
 		Operation: q.operation,
 		DryRun:    q.dryRun,
 		Excluded:  slices.Contains(c.Excluded, q.namespace),
-		ByNode:    slices.Contains(q.groups, "system:nodes"),
 		Forced:    q.grace != nil && *q.grace == 0 && !graceless(q.pod),
 		Cold:      !c.Synced(),
 		Up:        now.Sub(c.Started),
@@ -352,13 +352,7 @@ func (c *Cluster) observe(now time.Time, f Facts, s subject) {
 		return // it would not have waited
 	}
 	s.targets = Targets(c.Slices, listings)
-	var targets []netip.AddrPort
-	for _, ip := range s.pod.Status.PodIPs {
-		if a, err := netip.ParseAddr(ip.IP); err == nil {
-			targets = append(targets, netip.AddrPortFrom(a, 0))
-		}
-	}
-	c.Ledger.Observe(s.request(), targets)
+	c.Ledger.Observe(s.request(), podfacts.Addresses(s.pod))
 }
 
 // live brings the targets of s up to date. It names a Service if the pod has become the last one of
@@ -376,8 +370,7 @@ func (c *Cluster) uncovered(ctx context.Context, s subject) ([]string, error) {
 	for i, t := range s.targets {
 		services[i] = t.Service
 	}
-	return c.Coverage.Uncovered(ctx, services, s.pod.Annotations[BarrierIDAnnotation] != "" &&
-		s.pod.Annotations[BarrierUncoveredAnnotation] == "")
+	return c.Coverage.Uncovered(ctx, services, keys.Barred(s.pod.Annotations))
 }
 
 // fullService is a Service that has no capacity for another drain: draining of its usable targets

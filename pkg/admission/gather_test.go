@@ -105,9 +105,6 @@ func TestGather(t *testing.T) {
 		"mirror pod": {func(_ *world, q *request) {
 			q.pod.Annotations[corev1.MirrorPodAnnotationKey] = "x"
 		}, func(f *Facts) { f.Mirror = true }},
-		"by a node": {func(_ *world, q *request) {
-			q.groups = []string{"system:authenticated", "system:nodes"}
-		}, func(f *Facts) { f.ByNode = true }},
 		"forced": {func(_ *world, q *request) { q.grace = &zero }, func(f *Facts) {
 			f.Forced = true
 		}},
@@ -277,7 +274,7 @@ func TestTheFormerPodOfANameAnswersNothing(t *testing.T) {
 		"not there": {func(w *world) { w.a.Name = "z" }, nil, "Acknowledged", []string{drained}},
 		"really over": {func(w *world) { w.a.Status.Phase = corev1.PodFailed }, func(w *world, live *reader) {
 			live.objects[0] = w.a
-		}, "Finished", []string{"unroute shop/a uid-a [shop/web]"}},
+		}, "Finished", nil},
 		"really gone": {func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} },
 			func(_ *world, live *reader) { live.objects = nil }, "UnknownPod", nil},
 		"not readable": {func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} },

@@ -19,21 +19,6 @@ import (
 	"github.com/lameduck-io/lameduck/internal/keys"
 )
 
-// Annotations of a pod with the barrier, which the node agent reads. At its creation a pod has no
-// UID and, with generateName, no name, so the hook identifies it by a random id.
-const (
-	BarrierIDAnnotation = keys.BarrierID
-	// BarrierBoundAnnotation is how long the hook may take, such as 30s. The grace period was
-	// extended by it. On a namespace or a Service it sets the bound of pods that are created there.
-	BarrierBoundAnnotation = keys.BarrierBound
-	// BarrierGraceAnnotation is the grace period before that extension, in seconds: the
-	// application's own.
-	BarrierGraceAnnotation = keys.BarrierGrace
-	// BarrierUncoveredAnnotation names the containers that could not be given the hook, separated
-	// by commas: they stop without waiting.
-	BarrierUncoveredAnnotation = keys.BarrierUncovered
-)
-
 const (
 	enforceLabel  = "pod-security.kubernetes.io/enforce"
 	waitName      = keys.WaitContainer // and the name of the volume
@@ -208,8 +193,8 @@ func (p Place) allowsHostInHooks() bool {
 // the grace period was changed since.
 func ownGrace(pod *corev1.Pod) int64 {
 	grace := ptr.Deref(pod.Spec.TerminationGracePeriodSeconds, defaultGrace)
-	own, err := strconv.ParseInt(pod.Annotations[BarrierGraceAnnotation], 10, 64)
-	bound, err2 := time.ParseDuration(pod.Annotations[BarrierBoundAnnotation])
+	own, err := strconv.ParseInt(pod.Annotations[keys.BarrierGrace], 10, 64)
+	bound, err2 := time.ParseDuration(pod.Annotations[keys.BarrierBound])
 	if err == nil && err2 == nil && own >= 0 && own+int64(bound.Seconds()) == grace {
 		return own
 	}
@@ -496,16 +481,16 @@ func (m *mutator) growGrace() {
 func (m *mutator) annotate(covered bool) {
 	want := map[string]string{}
 	if covered {
-		want[BarrierIDAnnotation] = m.id
-		want[BarrierBoundAnnotation] = m.bound()
-		want[BarrierGraceAnnotation] = strconv.FormatInt(ownGrace(m.pod), 10)
+		want[keys.BarrierID] = m.id
+		want[keys.BarrierBound] = m.bound()
+		want[keys.BarrierGrace] = strconv.FormatInt(ownGrace(m.pod), 10)
 	}
 	if len(m.uncovered) > 0 {
 		var names []string
 		for _, u := range m.uncovered {
 			names = append(names, u.container)
 		}
-		want[BarrierUncoveredAnnotation] = strings.Join(names, ",")
+		want[keys.BarrierUncovered] = strings.Join(names, ",")
 	}
 	if m.pod.Annotations == nil {
 		if len(want) > 0 {
@@ -513,8 +498,8 @@ func (m *mutator) annotate(covered bool) {
 		}
 		return
 	}
-	for _, key := range []string{BarrierIDAnnotation, BarrierBoundAnnotation, BarrierGraceAnnotation,
-		BarrierUncoveredAnnotation} {
+	for _, key := range []string{keys.BarrierID, keys.BarrierBound, keys.BarrierGrace,
+		keys.BarrierUncovered} {
 		has, there := m.pod.Annotations[key]
 		value, wanted := want[key]
 		path := "/metadata/annotations/" + strings.ReplaceAll(key, "/", "~1")

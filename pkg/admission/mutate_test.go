@@ -87,8 +87,8 @@ func apply(t *testing.T, pod *corev1.Pod, m mutation) *corev1.Pod {
 // summary is what matters of a mutated pod, in lines.
 func summary(p *corev1.Pod) []string {
 	lines := []string{}
-	for _, key := range []string{BarrierIDAnnotation, BarrierBoundAnnotation, BarrierGraceAnnotation,
-		BarrierUncoveredAnnotation} {
+	for _, key := range []string{keys.BarrierID, keys.BarrierBound, keys.BarrierGrace,
+		keys.BarrierUncovered} {
 		if v, ok := p.Annotations[key]; ok {
 			lines = append(lines, strings.TrimPrefix(key, "lameduck.io/")+"="+v)
 		}
@@ -301,7 +301,7 @@ func TestMutateAgain(t *testing.T) {
 				t.Errorf("want SECOND in an annotation and three hooks, and FIRST nowhere: %s", text)
 			}
 			if len(got.Spec.InitContainers) != 1 || len(got.Spec.Volumes) != 1 ||
-				*got.Spec.TerminationGracePeriodSeconds != 60 || got.Annotations[BarrierGraceAnnotation] != "30" {
+				*got.Spec.TerminationGracePeriodSeconds != 60 || got.Annotations[keys.BarrierGrace] != "30" {
 				t.Errorf("something was added twice: %s", strings.Join(summary(got), "\n"))
 			}
 			if !strings.Contains(strings.Join(got.Spec.Containers[1].Lifecycle.PreStop.Exec.Command, " "),
@@ -321,8 +321,8 @@ func TestMutateAgain(t *testing.T) {
 		t.Errorf("grace %d, want 120", *got.Spec.TerminationGracePeriodSeconds)
 	}
 	// What is said of a former pod alone goes.
-	pod = webPod(func(p *corev1.Pod) { p.Annotations = map[string]string{BarrierUncoveredAnnotation: "old"} })
-	if got := apply(t, pod, mutate(pod, in(""), "X", testBarrier)); got.Annotations[BarrierUncoveredAnnotation] != "" {
+	pod = webPod(func(p *corev1.Pod) { p.Annotations = map[string]string{keys.BarrierUncovered: "old"} })
+	if got := apply(t, pod, mutate(pod, in(""), "X", testBarrier)); got.Annotations[keys.BarrierUncovered] != "" {
 		t.Errorf("annotations %v", got.Annotations)
 	}
 	// One that moves to a stricter namespace loses the hook that is forbidden there.
@@ -336,7 +336,7 @@ func TestMutateAgain(t *testing.T) {
 	longer.Bound = time.Minute
 	pod = apply(t, webPod(), mutate(webPod(), in(""), "FIRST", testBarrier))
 	if got := apply(t, pod, mutate(pod, in(""), "SECOND", longer)); *got.Spec.TerminationGracePeriodSeconds != 90 ||
-		got.Annotations[BarrierBoundAnnotation] != "60s" {
+		got.Annotations[keys.BarrierBound] != "60s" {
 		t.Errorf("with a longer bound: %v", summary(got))
 	}
 }

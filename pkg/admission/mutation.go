@@ -17,6 +17,8 @@ import (
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/lameduck-io/lameduck/internal/keys"
 )
 
 // MutatePath is the path of reviews of new pods, without its last segment, the secret. See
@@ -101,19 +103,19 @@ func (m *Mutator) place(ctx context.Context, name string) Place {
 	return p
 }
 
-// bound returns how long a pod's hook may last: the longest [BarrierBoundAnnotation] of its
+// bound returns how long a pod's hook may last: the longest [keys.BarrierBound] of its
 // Services, else its namespace's, else the coordinator's. An invalid annotation is logged and
 // ignored. A Service that is created later does not change existing pods.
 func (m *Mutator) bound(ctx context.Context, pod *corev1.Pod, in Place) (longest time.Duration) {
 	said := func(object string, annotations map[string]string) time.Duration {
-		text, ok := annotations[BarrierBoundAnnotation]
+		text, ok := annotations[keys.BarrierBound]
 		if !ok {
 			return 0
 		}
 		d, err := time.ParseDuration(text)
 		if err = cmp.Or(err, wrongBound(d)); err != nil {
 			m.Log.Warn("annotation cannot be read: it states nothing", "object", object,
-				"annotation", BarrierBoundAnnotation, "error", err)
+				"annotation", keys.BarrierBound, "error", err)
 			return 0
 		}
 		return d
@@ -144,7 +146,7 @@ func (m *Mutator) Missing(ctx context.Context) ([]string, error) {
 	places := map[string]Place{}
 	for i := range pods.Items {
 		pod := &pods.Items[i]
-		answered := pod.Annotations[BarrierIDAnnotation] != "" || pod.Annotations[BarrierUncoveredAnnotation] != ""
+		answered := pod.Annotations[keys.BarrierID] != "" || pod.Annotations[keys.BarrierUncovered] != ""
 		over := pod.DeletionTimestamp != nil || pod.Status.Phase == corev1.PodSucceeded ||
 			pod.Status.Phase == corev1.PodFailed
 		if answered || over {

@@ -77,7 +77,7 @@ func TestMutator(t *testing.T) {
 		}
 		for _, o := range patch {
 			if o.Path == "/metadata/annotations" {
-				id, _ := o.Value.(map[string]any)[BarrierIDAnnotation].(string)
+				id, _ := o.Value.(map[string]any)[keys.BarrierID].(string)
 				if len(id) != 26 || ids[id] {
 					t.Errorf("id %q, want 26 new characters", id)
 				}
@@ -107,7 +107,7 @@ func TestMutator(t *testing.T) {
 // A load balancer may need minutes, and other pods of the cluster should not get a grace period of
 // that length: the bound is that of the pod's Services or its namespace, where they say one.
 func TestBoundOfANamespaceAndItsServices(t *testing.T) {
-	bound := func(text string) map[string]string { return map[string]string{BarrierBoundAnnotation: text} }
+	bound := func(text string) map[string]string { return map[string]string{keys.BarrierBound: text} }
 	service := func(namespace, name, text string, selector map[string]string) client.Object {
 		return &corev1.Service{Spec: corev1.ServiceSpec{Selector: selector},
 			ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name, Annotations: bound(text)}}
@@ -157,7 +157,7 @@ func TestBoundOfANamespaceAndItsServices(t *testing.T) {
 			var grace float64
 			for _, o := range patch {
 				if o.Path == "/metadata/annotations" {
-					got, _ = o.Value.(map[string]any)[BarrierBoundAnnotation].(string)
+					got, _ = o.Value.(map[string]any)[keys.BarrierBound].(string)
 				}
 				if o.Path == "/spec/terminationGracePeriodSeconds" {
 					grace, _ = o.Value.(float64)
@@ -220,8 +220,8 @@ func TestPodsThatMissedTheBarrierAreFound(t *testing.T) {
 		set(p)
 		w.reader.objects = append(w.reader.objects, p)
 	}
-	pod("covered", func(p *corev1.Pod) { p.Annotations[BarrierIDAnnotation] = "id" })
-	pod("uncoverable", func(p *corev1.Pod) { p.Annotations[BarrierUncoveredAnnotation] = "app" })
+	pod("covered", func(p *corev1.Pod) { p.Annotations[keys.BarrierID] = "id" })
+	pod("uncoverable", func(p *corev1.Pod) { p.Annotations[keys.BarrierUncovered] = "app" })
 	pod("opted-out", func(p *corev1.Pod) { p.Labels[keys.Mode] = keys.Off })
 	pod("host", func(p *corev1.Pod) { p.Spec.HostNetwork = true })
 	pod("terminating", func(p *corev1.Pod) { p.DeletionTimestamp = &metav1.Time{Time: time.Now()} })

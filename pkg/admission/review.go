@@ -39,7 +39,6 @@ type request struct {
 	// of a DELETE before it.
 	preconditions metav1.Preconditions
 	username      string
-	groups        []string
 	// collection: the review gives no name, so it belongs to a DELETECOLLECTION. Without an object
 	// it concerns no pod.
 	collection bool
@@ -73,8 +72,8 @@ func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 	q := &request{
 		uid: ask.UID, namespace: ask.Namespace, name: ask.Name,
 		dryRun:   ask.DryRun != nil && *ask.DryRun,
-		username: ask.UserInfo.Username, groups: ask.UserInfo.Groups,
-		timeout: timeout,
+		username: ask.UserInfo.Username,
+		timeout:  timeout,
 	}
 	switch what := ask.what(); {
 	case what == "/pods/" && ask.Operation == admissionv1.Delete:

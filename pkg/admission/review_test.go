@@ -196,10 +196,10 @@ func (w *world) read(review *admissionv1.AdmissionReview, query string) *request
 
 func TestReadDeletion(t *testing.T) {
 	w := newWorld(t)
-	q := w.read(deletion(w.a, by("bob", "system:nodes")), "?timeout=3s")
+	q := w.read(deletion(w.a, by("bob")), "?timeout=3s")
 	if q.operation != Delete || q.namespace != "shop" || q.name != "a" || q.pod.UID != "uid-a" || q.collection ||
 		q.dryRun || q.grace != nil ||
-		q.username != "bob" || q.groups[0] != "system:nodes" || q.timeout != 3*time.Second || q.uid != "review-1" {
+		q.username != "bob" || q.timeout != 3*time.Second || q.uid != "review-1" {
 		t.Errorf("%+v", q)
 	}
 	q = w.read(deletion(w.a, options(`{"gracePeriodSeconds":0}`)), "")

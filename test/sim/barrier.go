@@ -567,7 +567,10 @@ func (c *coord) bar(x *barred) {
 	}
 	w.send(&c.proc, &w.api.node, nil, 0, func() {
 		life := coordinator.Living
-		if x.p.terminating {
+		switch {
+		case x.p.gone:
+			life = coordinator.Gone
+		case x.p.terminating:
 			life = coordinator.Leaving
 		}
 		w.send(&w.api.node, &c.proc, nil, 0, func() {
@@ -587,6 +590,7 @@ func (c *coord) context(x *barred) coordinator.PodContext {
 		panic(err)
 	}
 	x.stated, x.known, x.targets = s.Stated, s.Known, s.Targets
+	s.Elsewhere = c.ready.Elsewhere()
 	return s
 }
 

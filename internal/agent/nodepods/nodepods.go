@@ -24,6 +24,7 @@ import (
 	toolscache "k8s.io/client-go/tools/cache"
 
 	"github.com/lameduck-io/lameduck/internal/keys"
+	"github.com/lameduck-io/lameduck/internal/podfacts"
 	"github.com/lameduck-io/lameduck/internal/watch"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
@@ -76,11 +77,9 @@ func Read(p *corev1.Pod) (n Pod, ok bool) {
 		}
 		n.Since = p.DeletionTimestamp.Add(-n.Allowed)
 	}
-	for _, ip := range p.Status.PodIPs {
-		// A pod that has the address of its node is given no barrier, but may be a copy of one.
-		if addr, err := netip.ParseAddr(ip.IP); err == nil && !p.Spec.HostNetwork {
-			n.Targets = append(n.Targets, netip.AddrPortFrom(addr, 0))
-		}
+	// A pod that has the address of its node is given no barrier, but may be a copy of one.
+	if !p.Spec.HostNetwork {
+		n.Targets = podfacts.Addresses(p)
 	}
 	return n, true
 }

@@ -29,6 +29,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/test/cluster"
@@ -254,8 +255,8 @@ func serve(t *testing.T, m *made, address string) (url string, end func()) {
 			}
 			hook := func(h corev1.LifecycleHandler) *corev1.Lifecycle { return &corev1.Lifecycle{PreStop: &h} }
 			return &corev1.Pod{
-				ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{admission.BarrierIDAnnotation: "id",
-					admission.BarrierUncoveredAnnotation: "tls"}},
+				ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{keys.BarrierID: "id",
+					keys.BarrierUncovered: "tls"}},
 				Spec: corev1.PodSpec{NodeName: "node-b", Containers: []corev1.Container{
 					{Name: "app",
 						Lifecycle: hook(corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Path: "/v1/wait/id"}})},

@@ -1,0 +1,35 @@
+// Package podfacts has what several programs read from a pod's object.
+package podfacts
+
+import (
+	"net/netip"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+)
+
+// Ready reports whether a pod is ready and not terminating.
+func Ready(pod *corev1.Pod) bool {
+	_, ready := ReadySince(pod)
+	return ready && pod.DeletionTimestamp == nil
+}
+
+// ReadySince returns when a pod's Ready condition last changed, and whether the condition is true.
+func ReadySince(pod *corev1.Pod) (at time.Time, ready bool) {
+	for _, c := range pod.Status.Conditions {
+		if c.Type == corev1.PodReady {
+			return c.LastTransitionTime.Time, c.Status == corev1.ConditionTrue
+		}
+	}
+	return time.Time{}, false
+}
+
+// Addresses returns the addresses of a pod, with port 0: all of their ports.
+func Addresses(pod *corev1.Pod) (all []netip.AddrPort) {
+	for _, ip := range pod.Status.PodIPs {
+		if addr, err := netip.ParseAddr(ip.IP); err == nil {
+			all = append(all, netip.AddrPortFrom(addr, 0))
+		}
+	}
+	return all
+}
