@@ -70,6 +70,8 @@ func connect(kubeconfig string) (kubernetes.Interface, error) {
 	if err != nil {
 		return nil, fmt.Errorf("reach the API server (--kubeconfig %q): %w", kubeconfig, err)
 	}
+	// With client-go's 5 requests a second, source.Endpoints.Fresh fails for over 60 namespaces.
+	config.QPS, config.Burst = 200, 400
 	config.UserAgent = "lameduck-agent"
 	kube, err := kubernetes.NewForConfig(config)
 	if err != nil {
