@@ -515,6 +515,58 @@ func TestNewRefusalsDoNotPutOffOlderOnes(t *testing.T) {
 	})
 }
 
+// A target that is to be deleted may have requests for minutes, and a deletion is not free: HAProxy
+// lists its streams for it.
+func TestADeletionThatCannotEndIsTriedSeldom(t *testing.T) {
+	directed(t, func(r *rig) {
+		r.serving("a b")
+		r.plane.with(func() { r.plane.applies = 0; r.plane.busy[key("a")] = true })
+		r.d.Set.MarkTerminating(time.Now(), "a")
+		r.list("b")
+		time.Sleep(time.Minute)
+		if applies, _ := r.plane.counts(); applies < 30 || applies > 36 {
+			t.Errorf("%d tries in a minute, want about 34", applies)
+		}
+		if r.log.count("level=WARN") > 0 {
+			t.Errorf("requests that still run are no failure:\n%s", r.log.b.String())
+		}
+		// Another op that is refused meanwhile does not wait for that.
+		tries := 0
+		r.plane.with(func() {
+			r.plane.applyErr = func(op health.Op) error {
+				if op.Key == key("c") {
+					tries++
+					return errors.New("refused")
+				}
+				return nil
+			}
+		})
+		r.list("b c")
+		time.Sleep(retryFirst)
+		synctest.Wait()
+		r.plane.with(func() {
+			if tries != 2 {
+				t.Errorf("%d tries after the first pause, want 2", tries)
+			}
+			r.plane.applyErr = nil
+		})
+		time.Sleep(maxRetry)
+		// Something else routes to it again: it is taken out at once.
+		r.plane.with(func() { r.plane.routed[key("a")] = true })
+		time.Sleep(watchExclusions)
+		synctest.Wait()
+		r.routing("b c")
+		r.plane.with(func() { delete(r.plane.busy, key("a")) })
+		time.Sleep(maxRetry)
+		synctest.Wait()
+		r.plane.with(func() {
+			if _, present := r.plane.routed[key("a")]; present {
+				t.Error("it is not deleted although nothing runs on it any more")
+			}
+		})
+	})
+}
+
 func TestAnAnswerThatIsLost(t *testing.T) {
 	directed(t, func(r *rig) {
 		r.serving("a b")
@@ -644,7 +696,7 @@ func TestItDoesNotSpin(t *testing.T) {
 		"an idle exclusion": {func(r *rig) { r.exclude("a") }, 245},
 		"a kept exclusion":  {func(r *rig) { r.list("a"); r.exclude("a") }, 620},
 		"requests that remain": {func(r *rig) { r.plane.with(func() { r.plane.busy[key("a")] = true }); r.list("b") },
-			620},
+			100},
 	} {
 		t.Run(name, func(t *testing.T) {
 			directed(t, func(r *rig) {

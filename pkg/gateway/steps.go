@@ -1,6 +1,7 @@
 package gateway
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -19,7 +20,8 @@ const (
 	// a reload can be noticed.
 	watchExclusions = 250 * time.Millisecond
 	watchReloads    = time.Second
-	// retryFirst and maxRetry bound the pause after an error.
+	// retryFirst and maxRetry bound the pause after an error, and until a target that is out and
+	// could not be deleted is to be deleted again.
 	retryFirst = 50 * time.Millisecond
 	maxRetry   = 2 * time.Second
 	// maxRush bounds the steps without a pause between them. Reapplying after a reload and letting
@@ -37,19 +39,17 @@ type Steps struct {
 	asOf    time.Time
 	ops     []health.Op
 	applied error
-	// pause is the next one while an exclusion is not Idle, unread that after an error. rush counts
-	// the steps without a pause.
+	// pause is the next one while an exclusion is not Idle, unread that after a failed reading.
+	// rush counts the steps without a pause.
 	pause, unread time.Duration
 	rush          int
 	// generation is the last of which the set has adopted what the gateway has of its own.
 	generation string
 	// refused are the ops that are pending still although they were applied, with the error
-	// refusal. They wait until retryAt, so that an op which never succeeds neither delays the
-	// others nor is tried at their pace. retry is the pause after the next refusal.
-	refused map[health.Op]bool
-	refusal error
-	retryAt time.Time
-	retry   time.Duration
+	// refusal. unfinished are deletions that are pending still although they were applied without
+	// an error, of targets that get no new requests: what still runs on them may take minutes.
+	refused, unfinished retries
+	refusal             error
 	// behind are the ops that the last reading of each did not show as done, for Progress.
 	behind map[health.Op]bool
 }
@@ -67,7 +67,7 @@ type Done struct {
 
 // NewSteps returns the steps of a gateway that set directs.
 func NewSteps(set *health.Set) *Steps {
-	return &Steps{set: set, pause: fastest, unread: retryFirst, retry: retryFirst}
+	return &Steps{set: set, pause: fastest, unread: retryFirst}
 }
 
 // Woken notes that the pause has ended early, because the set may want something else.
@@ -117,15 +117,15 @@ func (s *Steps) Read(now time.Time, seen health.Observation, owned []health.Key,
 	s.set.Observe(now, seen)
 	s.unread = retryFirst
 	pending := s.set.Pending()
-	s.refuse(now, pending)
+	s.postpone(now, seen, pending)
 	var p Progress
 	if moved {
 		// What one process refused another may take.
-		s.generation, s.refused, s.behind = seen.Generation, nil, nil
+		s.generation, s.refused, s.unfinished, s.behind = seen.Generation, retries{}, retries{}, nil
 	} else {
 		p = s.progress(seen, pending)
 		if s.set.HasSynced() && !slices.ContainsFunc(pending, func(op health.Op) bool {
-			return op.Want == health.WantRouted && !s.refused[op]
+			return op.Want == health.WantRouted && !s.refused.ops[op]
 		}) {
 			s.programmed.Store(true)
 		}
@@ -133,10 +133,9 @@ func (s *Steps) Read(now time.Time, seen health.Observation, owned []health.Key,
 	switch {
 	case s.applied != nil:
 		err = s.applied
-	case len(s.refused) > 0:
+	case len(s.refused.ops) > 0:
 		err = s.refusal
 	default:
-		s.retry = retryFirst
 		err = unread(seen)
 	}
 	if (moved || fresh(s.ops, s.without(pending))) && s.rush < maxRush {
@@ -165,8 +164,10 @@ func (s *Steps) wait(now time.Time) time.Duration {
 	default:
 		s.pause = fastest
 	}
-	if len(s.refused) > 0 {
-		wait = min(wait, max(time.Nanosecond, s.retryAt.Sub(now)))
+	for _, r := range []retries{s.refused, s.unfinished} {
+		if len(r.ops) > 0 {
+			wait = min(wait, max(time.Nanosecond, r.at.Sub(now)))
+		}
 	}
 	return wait
 }
@@ -182,57 +183,84 @@ func unread(seen health.Observation) error {
 
 // due returns what is pending and does not wait for another try.
 func (s *Steps) due(now time.Time) []health.Op {
-	pending := s.set.Pending()
-	if !now.Before(s.retryAt) {
-		return pending
-	}
-	return s.without(pending)
+	return slices.DeleteFunc(s.set.Pending(), func(op health.Op) bool {
+		return s.refused.waits(now, op) || s.unfinished.waits(now, op)
+	})
 }
 
-// without returns the ops that are not refused.
+// without returns the ops that are neither refused nor unfinished.
 func (s *Steps) without(ops []health.Op) []health.Op {
-	return slices.DeleteFunc(ops, func(op health.Op) bool { return s.refused[op] })
+	return slices.DeleteFunc(ops, func(op health.Op) bool { return s.refused.ops[op] || s.unfinished.ops[op] })
 }
 
-// refuse notes which ops the gateway did not carry out: those that were applied with an error and
-// are pending still. What was refused before and not tried again stays so while it is pending, and
-// its next try is not put off.
-func (s *Steps) refuse(now time.Time, pending []health.Op) {
-	still := make(map[health.Op]bool, len(pending))
+// postpone notes which ops the gateway did not carry out: those that were applied and are pending
+// still. A deletion of a target that was read as routed again is not unfinished: it is due.
+func (s *Steps) postpone(now time.Time, seen health.Observation, pending []health.Op) {
+	still, out := make(map[health.Op]bool, len(pending)), map[health.Op]bool{}
 	for _, op := range pending {
 		still[op] = true
-	}
-	refused := map[health.Op]bool{}
-	for op := range s.refused {
-		if still[op] {
-			refused[op] = true
+		if op.Want == health.WantAbsent && !seen.Seen[op.Key].Routed {
+			out[op] = true
 		}
 	}
-	for _, op := range s.ops {
-		delete(refused, op)
-	}
-	waiting := len(refused) > 0
-	if s.applied != nil {
-		for _, op := range s.ops {
-			if still[op] {
-				refused[op], s.refusal = true, s.applied
-			}
+	s.refused.update(now, still, s.ops, func(health.Op) bool {
+		s.refusal = cmp.Or(s.applied, s.refusal)
+		return s.applied != nil
+	})
+	s.unfinished.update(now, out, s.ops, func(op health.Op) bool {
+		_, read := seen.Seen[op.Key]
+		return read && s.applied == nil
+	})
+}
+
+// retries are ops that were tried in vain. They wait until at, so that an op which never succeeds
+// neither delays the others nor is tried at their pace. The zero value has none.
+type retries struct {
+	ops map[health.Op]bool
+	at  time.Time
+	// pause is how long the next ones wait.
+	pause time.Duration
+}
+
+func (r *retries) waits(now time.Time, op health.Op) bool { return r.ops[op] && now.Before(r.at) }
+
+// update adds those of the tried ops that failed, and forgets what is not in pending. An op that
+// was in vain before and was not tried again stays, and its next try is not put off.
+func (r *retries) update(now time.Time, pending map[health.Op]bool, tried []health.Op, failed func(health.Op) bool) {
+	ops := map[health.Op]bool{}
+	for op := range r.ops {
+		if pending[op] {
+			ops[op] = true
 		}
 	}
-	s.refused = refused
-	if len(refused) > 0 && !waiting {
-		s.retryAt = now.Add(s.retry)
-		s.retry = min(2*s.retry, maxRetry)
+	for _, op := range tried {
+		delete(ops, op)
+	}
+	waiting := len(ops) > 0
+	for _, op := range tried {
+		if pending[op] && failed(op) {
+			ops[op] = true
+		}
+	}
+	r.ops = ops
+	switch {
+	case len(ops) == 0:
+		r.pause = 0
+	case !waiting:
+		r.pause = max(r.pause, retryFirst)
+		r.at, r.pause = now.Add(r.pause), min(2*r.pause, maxRetry)
 	}
 }
 
-// progress judges the ops that were tried by what was seen. One that was not tried, because it was
-// refused before, is as far as it was.
+// progress judges the ops that were tried by what was seen. One that was not tried, because it
+// waits for its next try, is as far as it was.
 func (s *Steps) progress(seen health.Observation, pending []health.Op) Progress {
 	p := Progress{AsOf: s.asOf}
-	was := make(map[health.Op]bool, len(s.ops)+len(s.refused))
-	for op := range s.refused {
-		was[op] = s.behind[op]
+	was := make(map[health.Op]bool, len(s.ops)+len(s.refused.ops)+len(s.unfinished.ops))
+	for _, r := range []retries{s.refused, s.unfinished} {
+		for op := range r.ops {
+			was[op] = s.behind[op]
+		}
 	}
 	for _, op := range s.ops {
 		is, read := seen.Seen[op.Key]

@@ -244,10 +244,10 @@ func (g *Gateway) resolve(k health.Key) (*Backend, string, error) {
 // its proxies. The refusal is an error (kindStopping) while a client connection of that worker can
 // still bring a request.
 func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
-	g.unused = nil
 	steps := make([]*step, len(ops))
 	last := map[health.Key]*step{}
 	for i, op := range ops {
+		delete(g.unused, op.Key)
 		s := &step{op: op, errs: map[int]error{}}
 		steps[i] = s
 		var err error

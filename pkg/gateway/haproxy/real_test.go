@@ -438,6 +438,7 @@ func TestCommandsOfABatch(t *testing.T) {
 		keys = append(keys, key("agent", "u", addr))
 	}
 	observe := func() error { _, err := g.Observe(t.Context(), keys); return err }
+	observeOthers := func() error { _, err := g.Observe(t.Context(), keys[1:]); return err }
 	for _, c := range []struct {
 		what        string
 		do          func() error
@@ -451,6 +452,7 @@ func TestCommandsOfABatch(t *testing.T) {
 		{"observe 50", observe, 6, 1},
 		{"observe them again", observe, 5, 0},
 		{"route and remove one", func() error { return g.Apply(t.Context(), []health.Op{in[0], out[0]}) }, 6, 0},
+		{"observe the others", observeOthers, 5, 0},
 		{"observe 50 after a change", observe, 6, 1},
 		{"observe them again", observe, 5, 0},
 	} {
