@@ -13,6 +13,10 @@ import (
 // CallTimeout bounds one call of Apply, Observe or Owned.
 const CallTimeout = 5 * time.Second
 
+// pauseShare is how many times the duration of the last reading a pause is at least, unless there
+// is new work. So a gateway with many targets spends at most a third of a core on being read.
+const pauseShare = 2
+
 // Observer receives what a [Director] did, for metrics. It has nothing to do with [Observed]. Its
 // methods must not block.
 type Observer interface {
@@ -61,6 +65,8 @@ type Director struct {
 
 	wake  signal.Signal
 	steps *Steps
+	// reading is how long the last reading took. 0: it failed, so the gateway was only waited for.
+	reading time.Duration
 	// failing is the last error that was logged: one line a change, not one a try.
 	failing string
 }
@@ -88,7 +94,7 @@ func (d *Director) Run(ctx context.Context) error {
 		if done.Wait == 0 {
 			continue
 		}
-		timer := time.NewTimer(done.Wait)
+		timer := time.NewTimer(max(done.Wait, pauseShare*d.reading))
 		select {
 		case <-ctx.Done():
 		case <-timer.C:
@@ -146,8 +152,12 @@ func (d *Director) observe(ctx context.Context, keys []health.Key) (health.Obser
 	defer cancel()
 	began := time.Now()
 	seen, err := d.Gateway.Observe(ctx, keys)
+	took := time.Since(began)
 	if d.Observer != nil {
-		d.Observer.Read(time.Since(began), errors.Join(err, unread(seen)))
+		d.Observer.Read(took, errors.Join(err, unread(seen)))
+	}
+	if d.reading = took; err != nil {
+		d.reading = 0
 	}
 	return seen, err
 }

@@ -32,8 +32,9 @@ type plane struct {
 	readErr, ownedErr func() error
 	// unread are pools that cannot be read.
 	unread map[health.Pool]error
-	// hang makes Apply wait for its context.
+	// hang makes Apply wait for its context. slow is how long a reading takes.
 	hang bool
+	slow time.Duration
 	// before is called at the beginning of Apply, without the mutex.
 	before func()
 
@@ -96,6 +97,15 @@ func (p *plane) Apply(ctx context.Context, ops []health.Op) error {
 
 // Observe implements Gateway.
 func (p *plane) Observe(ctx context.Context, keys []health.Key) (health.Observation, error) {
+	p.mu.Lock()
+	slow := p.slow
+	p.mu.Unlock()
+	if slow > 0 {
+		select {
+		case <-time.After(slow):
+		case <-ctx.Done():
+		}
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.reads = append(p.reads, time.Now())
@@ -711,6 +721,34 @@ func TestItDoesNotSpin(t *testing.T) {
 			})
 		})
 	}
+}
+
+// A gateway with many targets is read for long, and does nothing else meanwhile.
+func TestAGatewayThatIsReadSlowlyIsReadLessOften(t *testing.T) {
+	const slow = time.Second
+	directed(t, func(r *rig) {
+		r.serving("a b c")
+		r.exclude("a")
+		r.plane.with(func() { r.plane.busy[key("a")] = true; r.plane.slow = slow })
+		time.Sleep(time.Second)
+		_, before := r.plane.counts()
+		time.Sleep(time.Minute)
+		if _, reads := r.plane.counts(); reads-before < 19 || reads-before > 21 {
+			t.Errorf("%d readings of %s in a minute, want a third of the time, 20", reads-before, slow)
+		}
+		// A drain that comes in the pause does not wait for its end.
+		_, before = r.plane.counts()
+		reads := before
+		for ; reads == before; _, reads = r.plane.counts() {
+			time.Sleep(slow / 10)
+		}
+		r.exclude("b")
+		time.Sleep(slow)
+		synctest.Wait()
+		if _, after := r.plane.counts(); after != reads+1 {
+			t.Errorf("%d readings within %s, want 1", after-reads, slow)
+		}
+	})
 }
 
 // The set wakes the director for the outcome of a probe.
