@@ -122,9 +122,13 @@ func TestLapsedExclusions(t *testing.T) {
 func TestAJournalThatFailsStopsNoDrain(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 3, time.Minute)
-	// A folder in the place of the new file: no attempt can create it.
-	if err := os.MkdirAll(filepath.Join(w.dir, "exclusions.json.new", "x"), 0o700); err != nil {
-		t.Fatal(err)
+	// Folders in the places of the new journal and of HAProxy's new file: no attempt can create
+	// these.
+	blocked := []string{filepath.Join(w.dir, "exclusions.json.new"), filepath.Join(w.dir, ".servers.cfg.tmp")}
+	for _, path := range blocked {
+		if err := os.MkdirAll(filepath.Join(path, "x"), 0o700); err != nil {
+			t.Fatal(err)
+		}
 	}
 	began := time.Now()
 	w.boss.drain(w.pods[0])
@@ -138,8 +142,10 @@ func TestAJournalThatFailsStopsNoDrain(t *testing.T) {
 	if v := w.metric("lameduck_agent_journal_failing"); v != "1" {
 		t.Errorf("lameduck_agent_journal_failing is %q", v)
 	}
-	if err := os.RemoveAll(filepath.Join(w.dir, "exclusions.json.new")); err != nil {
-		t.Fatal(err)
+	for _, path := range blocked {
+		if err := os.RemoveAll(path); err != nil {
+			t.Fatal(err)
+		}
 	}
 	w.boss.drain(w.pods[1])
 	w.until("it works again", func() bool { return w.metric("lameduck_agent_journal_failing") == "0" })

@@ -109,9 +109,10 @@ func TestServersFile(t *testing.T) {
 		}
 		return s
 	}
-	g.persist(steps(routed("web", "u1", "10.0.0.1:80"), routed("web", "u2", "[fd00::1]:80"),
-		routed("api", "u4", "10.0.0.4:80"),
-		health.Op{Key: key("api", "u4", "10.0.0.4:80"), Want: health.WantRemoved}))
+	if err := g.persist(steps(routed("web", "u1", "10.0.0.1:80"), routed("web", "u2", "[fd00::1]:80"),
+		routed("api", "u4", "10.0.0.4:80"), removed("api", "u4", "10.0.0.4:80"))); err != nil {
+		t.Fatal(err)
+	}
 	want := fileHead + `
 backend web from agents
     no option persist
@@ -157,40 +158,6 @@ backend api
 		if got, _ := os.ReadFile(file); string(got) != foreign {
 			t.Errorf("%q was overwritten", foreign)
 		}
-	}
-}
-
-// If the file cannot be written, a removal must not be carried out: a reload would bring the target
-// back after it was acknowledged.
-func TestNoRemovalWithoutTheFile(t *testing.T) {
-	file := filepath.Join(t.TempDir(), "servers.cfg")
-	g, err := New(Config{MasterSocket: "/nowhere", ServersFile: file,
-		Backends: []Backend{{Backend: "b"}}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	u1 := routed("b", "u1", "10.0.0.1:80")
-	b, name, _ := g.resolve(u1.Key)
-	mk := func(op health.Op, name string) *step {
-		return &step{op: op, backend: b, name: name, errs: map[int]error{}}
-	}
-	if todo := g.persist([]*step{mk(u1, name)}); len(todo) != 1 || todo[0].errs[0] != nil {
-		t.Fatalf("%v", todo)
-	}
-	if err := os.Mkdir(filepath.Join(filepath.Dir(file), ".servers.cfg.tmp"), 0o755); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(filepath.Join(filepath.Dir(file), ".servers.cfg.tmp", "x"), nil, 0o644); err != nil {
-		t.Fatal(err)
-	}
-	remove := mk(health.Op{Key: u1.Key, Want: health.WantRemoved}, name)
-	add := mk(routed("b", "u2", "10.0.0.2:80"), "ld-u2-10.0.0.2-80")
-	todo := g.persist([]*step{remove, add})
-	if len(todo) != 1 || todo[0] != add || !errors.Is(add.errs[0], kindFile) || !errors.Is(remove.errs[0], kindFile) {
-		t.Errorf("goes on with %v; remove: %v; add: %v", todo, remove.errs, add.errs)
-	}
-	if !g.wanted["b"][name] {
-		t.Error("what the file lists was forgotten")
 	}
 }
 

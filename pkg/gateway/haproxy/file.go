@@ -19,14 +19,6 @@ const fileHead = `# The backends that the Lameduck agent directs. Load it with a
 // wanted is the content of the servers file: the names of the servers of each backend.
 type wanted map[string]map[string]bool
 
-func (w wanted) clone() wanted {
-	c := make(wanted, len(w))
-	for be, names := range w {
-		c[be] = maps.Clone(names)
-	}
-	return c
-}
-
 // render returns the servers file: one section for each backend, in the order of the configuration,
 // with the servers sorted by name. Equal arguments give equal bytes.
 func render(backends []Backend, w wanted) []byte {

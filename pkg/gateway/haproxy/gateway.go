@@ -41,7 +41,7 @@ type Gateway struct {
 	file     string
 	backends []Backend
 	byPool   map[health.Pool]*Backend
-	wanted   wanted // what the servers file lists
+	wanted   wanted // what the servers file lists, or will once it can be written
 	// unused has the targets that the last reading found taken out and without a stream in any
 	// process. The value is the list of processes of that reading. While a target stays taken out
 	// in these processes, no stream can begin for it.
@@ -260,8 +260,10 @@ func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 		}
 		s.last, last[op.Key] = true, s
 	}
-	todo := g.persist(steps)
+	var errs []error
+	todo := slices.DeleteFunc(slices.Clone(steps), func(s *step) bool { return s.name == "" })
 	if len(todo) > 0 {
+		errs = append(errs, g.persist(todo))
 		if err := g.direct(ctx, todo); err != nil {
 			for _, s := range todo {
 				s.fail(0, err)
@@ -269,7 +271,6 @@ func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 		}
 		g.forget(todo)
 	}
-	var errs []error
 	for _, s := range steps {
 		for _, pid := range slices.Sorted(maps.Keys(s.errs)) {
 			errs = append(errs, fmt.Errorf("%s: %w", s.op, s.errs[pid]))
@@ -278,60 +279,35 @@ func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 	return errors.Join(errs...)
 }
 
-// persist writes the servers file as it will be after all steps, and returns the steps that may
-// continue. If the file cannot be written, servers are still added, because new pods must not wait
-// for a disk. But no server that the file lists is removed: a reload would restore it after its
-// removal was acknowledged.
-func (g *Gateway) persist(steps []*step) []*step {
-	next := g.wanted.clone()
-	var todo []*step
+// persist writes the servers file as it will be after all steps. With an error the steps are
+// carried out all the same, because neither drains nor new pods must wait for a disk. HAProxy loses
+// them with its next reload. The agent reads that as another generation, and repeats them.
+func (g *Gateway) persist(steps []*step) error {
 	for _, s := range steps {
-		if s.backend == nil {
-			continue
-		}
-		todo = append(todo, s)
 		switch s.op.Want {
 		case health.WantRouted:
-			next[s.backend.Backend][s.name] = true
+			g.wanted[s.backend.Backend][s.name] = true
 		case health.WantRemoved, health.WantAbsent:
-			delete(next[s.backend.Backend], s.name)
+			delete(g.wanted[s.backend.Backend], s.name)
 		}
 	}
-	err := writeFile(g.file, render(g.backends, next))
-	if err == nil {
-		g.wanted = next
-		return todo
-	}
-	kept := todo[:0:0]
-	for _, s := range todo {
-		if s.op.Want == health.WantRouted {
-			s.fail(0, err)
-		} else if g.wanted[s.backend.Backend][s.name] {
-			s.fail(0, err)
-			continue
-		}
-		kept = append(kept, s)
-	}
-	return kept
+	return writeFile(g.file, render(g.backends, g.wanted))
 }
 
 // forget deletes servers from the file again if HAProxy refused their definition, because they
-// would make its next start fail.
+// would make its next start fail. If that fails, the next persist does it.
 func (g *Gateway) forget(steps []*step) {
-	next := g.wanted.clone()
 	for _, s := range steps {
 		if s.op.Want != health.WantRouted || !s.last {
 			continue
 		}
 		for _, err := range s.errs {
 			if errors.Is(err, kindRefused) {
-				delete(next[s.backend.Backend], s.name)
+				delete(g.wanted[s.backend.Backend], s.name)
 			}
 		}
 	}
-	if err := writeFile(g.file, render(g.backends, next)); err == nil {
-		g.wanted = next
-	}
+	_ = writeFile(g.file, render(g.backends, g.wanted)) // persist has reported why it cannot be written
 }
 
 // direct carries out the steps in every process, until the list has no process that did not receive
@@ -705,9 +681,9 @@ func (g *Gateway) states(ctx context.Context, p process, byBackend map[*Backend]
 	return states, open, nil
 }
 
-// Owned implements gateway.Directed: the servers that the file lists, and those with an agent's
-// name in any live process. If HAProxy cannot be reached, it returns those of the file together
-// with the error.
+// Owned implements gateway.Directed: the servers that the file is to list, and those with an
+// agent's name in any live process. If HAProxy cannot be reached, it returns those of the file
+// together with the error.
 func (g *Gateway) Owned(ctx context.Context) ([]health.Key, error) {
 	keys := map[health.Key]bool{}
 	for _, b := range g.backends {

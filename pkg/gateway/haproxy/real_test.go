@@ -10,6 +10,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -356,6 +357,65 @@ func TestPersistenceDoesNotReachRemoved(t *testing.T) {
 		if got := get(1); got == first {
 			t.Fatal("the removed target answered a client that sticks to it")
 		}
+	}
+}
+
+// A full disk must not stop drains, nor keep the pods in rotation that it cannot forget. What a
+// reload brings back meanwhile is taken out again, and once there is room the file is right.
+func TestWithoutTheFileEverythingIsCarriedOut(t *testing.T) {
+	t.Parallel()
+	p := newProxy(t, userFile, Backend{Backend: "agent", Lines: []string{"balance roundrobin"}})
+	g := p.gateway()
+	p.start()
+	stays, leaves, ends := routed("agent", "a", "127.0.0.66:1"), routed("agent", "b", "127.0.0.67:1"),
+		routed("agent", "c", "127.0.0.68:1")
+	apply(t, g, stays, leaves, ends)
+	before, err := os.ReadFile(p.cfg.ServersFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	// A folder in the place of the new file: no attempt can create it.
+	blocked := filepath.Join(p.dir, ".servers.cfg.tmp")
+	if err := os.MkdirAll(filepath.Join(blocked, "x"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	comes := routed("agent", "d", "127.0.0.69:1")
+	batch := []health.Op{comes, removed("agent", "b", "127.0.0.67:1"), {Key: ends.Key, Want: health.WantAbsent}}
+	carriedOut := func(when string) {
+		t.Helper()
+		for range 2 { // a server is deleted by the op after the one that took it out
+			if err := g.Apply(t.Context(), batch); !errors.Is(err, kindFile) {
+				t.Errorf("%s: %v, want kind %v", when, err, kindFile)
+			}
+		}
+		for k, routes := range map[health.Key]bool{
+			stays.Key: true, comes.Key: true, leaves.Key: false, ends.Key: false,
+		} {
+			if is := see(t, g, k); is.Routed != routes || k == ends.Key && is.Present {
+				t.Errorf("%s: %s is seen as %+v, want routed %t", when, k, is, routes)
+			}
+		}
+	}
+	carriedOut("without the file")
+	if now, err := os.ReadFile(p.cfg.ServersFile); err != nil || string(now) != string(before) {
+		t.Fatalf("the file was written (%v):\n%s", err, now)
+	}
+	p.reload()
+	if !see(t, g, leaves.Key).Routed || see(t, g, comes.Key).Routed {
+		t.Error("a reload has not read the old file")
+	}
+	if owned, err := g.Owned(t.Context()); err != nil || !slices.Contains(owned, ends.Key) {
+		t.Errorf("after a reload %v are owned (%v), want %s too", owned, err, ends.Key)
+	}
+	carriedOut("after a reload")
+	if err := os.RemoveAll(blocked); err != nil {
+		t.Fatal(err)
+	}
+	apply(t, g, stays)
+	have, err := readFile(p.cfg.ServersFile)
+	want := wanted{"agent": {"ld-a-127.0.0.66-1": true, "ld-d-127.0.0.69-1": true}}
+	if diff := cmp.Diff(want, have); diff != "" || err != nil {
+		t.Errorf("once there is room the file lists (%v)\n%s", err, diff)
 	}
 }
 
