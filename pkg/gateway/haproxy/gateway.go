@@ -598,9 +598,8 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 	}
 	sealed := false
 	if open {
-		if sealed, err = g.sealed(ctx, p.PID); err != nil {
-			return "", err
-		}
+		// With an error it is not known to be sealed, and its open servers count as Routed.
+		sealed, _ = g.sealed(ctx, p.PID)
 	}
 	counts := map[*Backend]map[string]traffic{}
 	unsure := func(b *Backend, a asked, srv *server) bool {

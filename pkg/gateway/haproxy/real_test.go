@@ -213,6 +213,17 @@ backend people
 	p.until("only tunnels are left, one of them active here, which bring nothing new", func() bool {
 		return see(t, g, op.Key) == health.Seen{Present: true, Missing: true, Active: 1}
 	})
+	// A worker that does not say so may still route. It does not keep the rest from being read.
+	p.cfg.MasterSocket = listenUnix(t, func(conn net.Conn) {
+		if cmd, err := io.ReadAll(conn); err == nil && strings.Contains(string(cmd), "show sess all") {
+			io.WriteString(conn, "no\n")
+		} else if err == nil {
+			io.WriteString(conn, rawAsk(t, p.socket, string(cmd)))
+		}
+	})
+	if got := see(t, p.gateway(), op.Key); got != (health.Seen{Present: true, Routed: true, Missing: true, Active: 1}) {
+		t.Errorf("if the worker does not list its clients it is seen as %+v", got)
+	}
 	if err := g.Apply(t.Context(), []health.Op{out}); err != nil {
 		t.Errorf("removing from an old worker with tunnels only: %v", err)
 	}
