@@ -261,6 +261,9 @@ func (o *Pods) Clean(pod drain.Pod, targets []netip.AddrPort) {
 
 // enqueue is called with the lock.
 func (o *Pods) enqueue(c cleanable) {
+	if _, ok := o.gateway.(gateway.Cleaner); !ok {
+		return
+	}
 	if len(o.cleaning) >= cleanBacklog {
 		o.cleaned.WithLabelValues("skipped").Inc()
 		return
@@ -327,12 +330,11 @@ func (o *Pods) forget(now time.Time, free func([]netip.AddrPort) bool) {
 	o.mu.Lock()
 	o.cleaning = append(again, o.cleaning...)
 	o.mu.Unlock()
-	cleaner, ok := o.gateway.(gateway.Cleaner)
-	if !ok || pods == 0 {
+	if pods == 0 {
 		return
 	}
 	result := "ok"
-	if err := cleaner.Clean(targets); err != nil {
+	if err := o.gateway.(gateway.Cleaner).Clean(targets); err != nil {
 		result = "error"
 		o.log.Warn("delete conntrack entries of deleted pods", "targets", targets, "error", err)
 	}

@@ -93,6 +93,35 @@ func TestConnectionsAreForgottenOnceTheKernelLetsGo(t *testing.T) {
 	})
 }
 
+// plain has no connections to delete.
+type plain struct {
+	gateway.Observed
+	watches int
+}
+
+func (p *plain) Watch(targets []netip.AddrPort, changed func()) gateway.Watch {
+	p.watches++
+	return p.Observed.Watch(targets, changed)
+}
+
+// A watch of a gateway that is polled makes it answer.
+func TestAGatewayThatKeepsNoConnectionsIsNotAskedForThem(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		k := &plain{Observed: planes.NewFakeObserved()}
+		o := newPods(k, slog.New(slog.DiscardHandler))
+		ctx, cancel := context.WithCancel(t.Context())
+		go func() { _ = o.Run(ctx, func([]netip.AddrPort) bool { return true }) }()
+		o.Clean(drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, []netip.AddrPort{podTarget})
+		time.Sleep(cleanLate + 2*cleanAgain)
+		synctest.Wait()
+		if k.watches > 0 {
+			t.Errorf("%d watches of a deleted pod", k.watches)
+		}
+		cancel()
+		synctest.Wait()
+	})
+}
+
 // A kernel that has not heard of a pod looks as if it had let go: what counts is whether it was
 // seen to send to it.
 func TestWhatTheKernelWasSeenToSendTo(t *testing.T) {

@@ -39,7 +39,7 @@ const (
 	// often is the pause between two polls while a pod is watched, and seldom the pause otherwise.
 	// A pause is also at least watchedShare or idleShare times the duration of a poll. So the
 	// gateway uses at most a fifth of a core for its answers, and a fiftieth while no pod is
-	// watched.
+	// watched. A new watch ends the pause, but not before watchedShare.
 	often, seldom           = 20 * time.Millisecond, time.Second
 	watchedShare, idleShare = 4, 49
 	// timeout bounds one poll. When it expires, all targets are Unknown. A busy Envoy with
@@ -119,7 +119,8 @@ func (g *Gateway) Run(ctx context.Context) error {
 		if ctx.Err() == nil {
 			g.adopt(hosts, err, began, fmt.Sprintf("%s.%d", boot, lives))
 		}
-		took := time.Since(began)
+		ended := time.Now()
+		took := ended.Sub(began)
 		if err != nil {
 			took = 0 // the gateway was waited for, and did not work
 		}
@@ -134,15 +135,24 @@ func (g *Gateway) Run(ctx context.Context) error {
 			}
 		}
 		g.mu.Unlock()
+		timer := time.NewTimer(pause)
 		select {
 		case <-ctx.Done():
+		case <-timer.C:
+		case <-g.wake:
+			timer.Reset(min(pause, watchedShare*took) - time.Since(ended))
+			select {
+			case <-ctx.Done():
+			case <-timer.C:
+			}
+		}
+		if ctx.Err() != nil {
+			timer.Stop()
 			if c != nil {
 				c.Close()
 			}
 			g.adopt(nil, ctx.Err(), began, "")
 			return nil
-		case <-time.After(pause):
-		case <-g.wake:
 		}
 	}
 }

@@ -1,6 +1,7 @@
 package poll
 
 import (
+	"context"
 	"fmt"
 	"log/slog"
 	"net/http"
@@ -9,6 +10,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/gateway"
@@ -141,6 +143,59 @@ func TestTheFirstReadingIsNotOfAnEarlierPoll(t *testing.T) {
 	if is := late.Reading().State; is != health.Unknown {
 		t.Errorf("it is %s", is)
 	}
+}
+
+// A rollout opens a watch for each pod. If each ended the pause, a gateway with a long answer would
+// do nothing but answer.
+func TestNewWatchesLeaveTheGatewayItsShare(t *testing.T) {
+	const slow = 100 * time.Millisecond
+	s := httptest.NewServer(http.NotFoundHandler())
+	defer s.Close()
+	synctest.Test(t, func(t *testing.T) {
+		var polls atomic.Int64
+		c := Config{Population: "test", Admin: s.URL}
+		g := c.Poll(func(func(string, any) error) ([]Host, error) {
+			polls.Add(1)
+			time.Sleep(slow)
+			return []Host{{Target: target, State: health.Routing}}, nil
+		}, 0, slog.New(slog.DiscardHandler))
+		g.Counts = true
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error)
+		go func() { ended <- g.Run(ctx) }()
+		watch := func() gateway.Watch { return g.Watch([]netip.AddrPort{target}, func() {}) }
+		polled := func(when string, want int64) {
+			t.Helper()
+			synctest.Wait()
+			if n := polls.Swap(0); n != want {
+				t.Errorf("%s: %d polls, want %d", when, n, want)
+			}
+		}
+		time.Sleep(slow + seldom)
+		polls.Store(0)
+		time.Sleep(idleShare*slow + slow/2)
+		polled("without a watch", 1)
+		time.Sleep(slow/2 + watchedShare*slow)
+		first := watch()
+		polled("at once, in a long pause", 1)
+		time.Sleep(slow + slow/2)
+		watch().Close()
+		polled("not yet", 0)
+		time.Sleep(3 * slow)
+		polled("nor later", 0)
+		time.Sleep(slow/2 + time.Millisecond)
+		polled("after its share", 1)
+		for range 500 {
+			watch().Close()
+			time.Sleep(slow / 10)
+		}
+		polled("while watches come", 10)
+		first.Close()
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
 }
 
 func TestCheck(t *testing.T) {
