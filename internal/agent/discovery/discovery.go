@@ -9,6 +9,7 @@ import (
 	"crypto/tls"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net/http"
 	"net/url"
 	"os"
@@ -95,10 +96,11 @@ func Connect(conf Config, bundle *Bundle) *client.Client {
 }
 
 // Follow calls tell with the base URLs of all coordinator replicas each time that they change,
-// until ctx is done. These include replicas that are not ready, because one that is starting or
-// stopping has drains too. The first call has the addresses that an earlier process of the agent
-// stored in dir, so that it finds coordinators while the API server is not available. With an empty
-// dir none are stored. If conf names no Service it only waits.
+// until ctx is done: one for each replica, the IPv4 address if a dual-stack Service has two. These
+// include replicas that are not ready, because one that is starting or stopping has drains too. The
+// first call has the addresses that an earlier process of the agent stored in dir, so that it finds
+// coordinators while the API server is not available. With an empty dir none are stored. If conf
+// names no Service it only waits.
 func Follow(ctx context.Context, kube kubernetes.Interface, conf Config, dir string, tell func(addresses []string),
 	log *slog.Logger) error {
 	if conf.Service == "" {
@@ -126,11 +128,17 @@ func Follow(ctx context.Context, kube kubernetes.Interface, conf Config, dir str
 				listed[c.Target] = true
 			}
 		}
-		addresses := []string{}
+		uids := map[string]health.UID{}
 		for t := range listed {
-			addresses = append(addresses, "https://"+t.Addr.String())
+			uids["https://"+t.Addr.String()] = t.UID
 		}
-		slices.Sort(addresses)
+		// With two streams to one replica, each would replace the other.
+		addresses, pods := []string{}, map[health.UID]bool{}
+		for _, address := range slices.Sorted(maps.Keys(uids)) {
+			if uid := uids[address]; uid == "" || !pods[uid] {
+				addresses, pods[uid] = append(addresses, address), true
+			}
+		}
 		remembered.set(addresses)
 		tell(addresses)
 	}

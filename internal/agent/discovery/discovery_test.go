@@ -11,6 +11,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	discovery "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes/fake"
 
@@ -99,6 +100,17 @@ func TestCoordinatorsAreFollowed(t *testing.T) {
 			}
 			expect(change.want...)
 		}
+		// A dual-stack Service lists each pod in two EndpointSlices.
+		six := agenttest.Slice("coord-6", "lameduck", "agents", "fd00::2@y", "fd00::3@z", "fd00::4")
+		six.AddressType = discovery.AddressTypeIPv6
+		if _, err := slicesOf.Create(ctx, six, metav1.CreateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		expect("https://10.1.0.2:80", "https://[fd00::3]:80", "https://[fd00::4]:80")
+		if err := slicesOf.Delete(ctx, "coord-2", metav1.DeleteOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		expect("https://[fd00::2]:80", "https://[fd00::3]:80", "https://[fd00::4]:80")
 		cancel()
 		if err := <-ended; err != nil {
 			t.Fatalf("Follow returns %v", err)
