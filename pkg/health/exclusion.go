@@ -126,14 +126,14 @@ func (s *Set) Readmit(uid UID, holder string) bool {
 	}
 	_, ok := p.holders[holder]
 	delete(p.holders, holder)
-	s.readmitIfFree(p, 0)
+	s.readmitIfFree(p, false)
 	s.settle()
 	return ok
 }
 
 // readmitIfFree takes p out of the held pods if it has no holder, and ends its exclusion if it is
-// not terminating either. Its targets get flags.
-func (s *Set) readmitIfFree(p *pod, flags flag) {
+// not terminating either. After a lapse its targets are unproven where the pool has a check.
+func (s *Set) readmitIfFree(p *pod, lapsed bool) {
 	if len(p.holders) > 0 {
 		return
 	}
@@ -144,9 +144,8 @@ func (s *Set) readmitIfFree(p *pod, flags flag) {
 	delete(s.pods, p.uid)
 	for _, r := range s.ofPod[p.uid] {
 		r.pod = nil
-		if r.is(claimed) {
-			r.set(flags&unlisted, true)
-			r.set(flags&unproven, r.pool.check != nil)
+		if lapsed && r.is(claimed) {
+			r.set(unproven, r.pool.check != nil)
 		}
 		s.refresh(r)
 	}
@@ -215,11 +214,11 @@ func (s *Set) markTerminating(now time.Time, at int64, uid UID) {
 // Lapse ends the exclusions whose holders did not renew them in time and forgets the pods that have
 // been terminating long enough. It returns the UIDs whose last holder expired, sorted.
 //
-// A missing renewal does not mean that the pod stays: all coordinators may be down. So the targets
-// of such a pod stay out until EndpointSlices list them as ready again ([Set.Change]) or the data
-// is confirmed ([Set.Refreshed]). In a pool with a check, a probe must also succeed. There is no
-// other bound: these pods were about to be deleted, and they are at most half of a Service's. In a
-// pool without another routable target they return immediately, and a kept target stays.
+// A missing renewal does not mean that the pod stays: all coordinators may be down. So the caller
+// must know that the set has all EndpointSlices as of now. In a pool with a check the targets of
+// such a pod stay out until a probe of them succeeds. There is no other bound: these pods were
+// about to be deleted, and they are at most half of a Service's. In a pool without another routable
+// target they return immediately, and a kept target stays.
 func (s *Set) Lapse(now time.Time) []UID {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -234,9 +233,8 @@ func (s *Set) Lapse(now time.Time) []UID {
 		if len(p.holders) == 0 {
 			if !p.terminating {
 				lapsed = append(lapsed, p.uid)
-				s.lapsedAt = at
 			}
-			s.readmitIfFree(p, unlisted|unproven)
+			s.readmitIfFree(p, true)
 		}
 	}
 	for uid, p := range s.pods {
@@ -248,30 +246,6 @@ func (s *Set) Lapse(now time.Time) []UID {
 	s.settle()
 	slices.Sort(lapsed)
 	return lapsed
-}
-
-// Refreshed records that the set has received every change of EndpointSlices up to asOf, because a
-// list was made or the watch was seen to work. It confirms the targets of pods whose exclusions
-// lapsed before asOf.
-func (s *Set) Refreshed(asOf time.Time) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.stamp(asOf) >= s.lapsedAt {
-		s.confirm(unlisted)
-		s.settle()
-	}
-}
-
-// confirm takes flags, unlisted or unproven, from all targets that have them.
-func (s *Set) confirm(flags flag) {
-	for _, p := range s.pools {
-		for _, r := range slices.Clone(p.withheld.all) {
-			if r.flags&flags != 0 {
-				r.set(flags, false)
-				s.refresh(r)
-			}
-		}
-	}
 }
 
 // Exclusions returns the state of each exclusion that has a holder, sorted by UID.

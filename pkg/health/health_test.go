@@ -551,51 +551,24 @@ func TestAPISIX13029(t *testing.T) {
 }
 
 // Without a renewal it is not known either whether the pod stays.
-func TestALapsedExclusionNeedsFreshKnowledge(t *testing.T) {
-	for name, confirm := range map[string]func(w *world){
-		"a list":       func(w *world) { w.list("web", ready("a b")) },
-		"a difference": func(w *world) { w.Change(w.now, "web", []Change{{Endpoint: ready("a")[0]}}) },
-		"a watcher":    func(w *world) { w.Refreshed(w.now) },
-		"synced again": func(w *world) { w.Synced() },
-		"a coordinator": func(w *world) {
-			w.exclude("a", "r2")
-			w.Readmit("a", "r2")
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			for _, probed := range []bool{false, true} {
-				w := serving(t, "a b")
-				if probed {
-					w.SetCheck(w.now, "web", everySecond)
-				}
-				w.exclude("a", "r")
-				w.settle()
-				w.pass(2 * time.Minute)
-				w.Lapse(w.now)
-				w.Refreshed(w.now.Add(-time.Second)) // from before
-				w.settle()
-				w.states("")
-				w.routed("web", "b")
-				w.why("a:lapsed b:chosen")
-				if probed {
-					w.probe(1, "")
-					w.settle()
-					w.routed("web", "b") // a success alone is not enough either
-				}
-				confirm(w)
-				w.settle()
-				w.routed("web", "a b")
-			}
-		})
-	}
-	t.Run("knowledge, but no success", func(t *testing.T) {
+func TestALapsedExclusionNeedsASuccess(t *testing.T) {
+	lapsed := func(t *testing.T) *world {
 		w := serving(t, "a b")
 		w.SetCheck(w.now, "web", everySecond)
 		w.exclude("a", "r")
 		w.settle()
 		w.pass(2 * time.Minute)
 		w.Lapse(w.now)
-		w.Refreshed(w.now)
+		w.settle()
+		w.states("")
+		w.routed("web", "b")
+		w.why("a:lapsed b:chosen")
+		return w
+	}
+	t.Run("a success", func(t *testing.T) {
+		w := lapsed(t)
+		w.list("web", ready("a b")) // to be listed as before is no success
+		w.Synced()
 		w.probe(1, "a")
 		w.settle()
 		w.routed("web", "b")
@@ -604,30 +577,22 @@ func TestALapsedExclusionNeedsFreshKnowledge(t *testing.T) {
 		w.settle()
 		w.routed("web", "a b")
 	})
-	t.Run("it leaves and comes back", func(t *testing.T) {
-		w := serving(t, "a b")
-		w.SetCheck(w.now, "web", everySecond)
-		w.exclude("a", "r")
+	t.Run("a coordinator", func(t *testing.T) {
+		w := lapsed(t)
+		w.exclude("a", "r2")
+		w.Readmit("a", "r2")
 		w.settle()
-		w.pass(2 * time.Minute)
-		w.Lapse(w.now)
+		w.routed("web", "a b")
+	})
+	t.Run("it leaves and comes back", func(t *testing.T) {
+		w := lapsed(t)
 		w.list("web", ready("b"))
 		w.list("web", ready("a b")) // as new as any other
 		w.settle()
 		w.routed("web", "a b")
 	})
 	t.Run("no other is routable", func(t *testing.T) {
-		w := serving(t, "a b")
-		w.exclude("a", "r")
-		w.settle()
-		w.pass(2 * time.Minute)
-		w.Lapse(w.now)
-		w.list("web", ready("b"))
-		w.list("web", ready("a b"))
-		w.Exclude(w.now, "a", "r", w.now, w.now.Add(time.Second))
-		w.settle()
-		w.pass(2 * time.Second)
-		w.Lapse(w.now)
+		w := lapsed(t)
 		w.Change(w.now, "web", []Change{{Endpoint: Endpoint{Target: targetOf("b")}, Unlisted: true}})
 		w.settle()
 		w.routed("web", "a")

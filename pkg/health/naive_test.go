@@ -29,7 +29,7 @@ func naiveOf(s *Set) naive {
 		}
 		excluded := func(r *record) bool { return r.target.UID != "" && s.pods[r.target.UID] != nil }
 		dead := func(r *record) bool { return excluded(r) && s.pods[r.target.UID].terminating }
-		lapsed := func(r *record) bool { return r.is(unlisted) || r.is(unproven) || r.is(found) }
+		lapsed := func(r *record) bool { return r.is(unproven) || r.is(found) }
 		for _, r := range all {
 			if excluded(r) {
 				n.Pods[r.target.UID]++

@@ -44,9 +44,7 @@ const (
 	present
 	routed
 	missing
-	// unlisted: an exclusion of the pod lapsed, and EndpointSlices have not confirmed the pod
-	// since. unproven: its check has not had a success since.
-	unlisted
+	// unproven: an exclusion of the pod lapsed, and its check has not had a success since.
 	unproven
 	// own: the present check has reached the verdict.
 	own
@@ -58,7 +56,7 @@ const (
 	found
 
 	// doubts keep a target out although it is claimed and its pod has no holder.
-	doubts = unlisted | unproven | found
+	doubts = unproven | found
 )
 
 func (r *record) is(f flag) bool { return r.flags&f != 0 }

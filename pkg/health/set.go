@@ -71,7 +71,6 @@ type Set struct {
 	pods       map[UID]*pod
 	held       map[*pod]struct{}
 	exclusions uint64
-	lapsedAt   int64
 
 	schedule schedule
 }
@@ -81,7 +80,7 @@ func New(o Options) *Set {
 	return &Set{
 		usablePercent: cmp.Or(max(o.UsablePercent, 0), 50), work: make(chan struct{}, 1),
 		pools: map[Pool]*pool{}, ofPod: map[UID][]*record{}, pods: map[UID]*pod{}, held: map[*pod]struct{}{},
-		todo: records{which: inTodo}, watched: records{which: inWatched}, readAt: never, lapsedAt: never,
+		todo: records{which: inTodo}, watched: records{which: inWatched}, readAt: never,
 	}
 }
 
@@ -142,11 +141,10 @@ func (s *Set) end(now time.Time) {
 func (s *Set) claim(r *record, yes bool) {
 	switch {
 	case yes:
-		if r.is(claimed) && !r.is(unlisted) {
+		if r.is(claimed) {
 			return
 		}
 		r.set(claimed, true)
-		r.set(unlisted, false)
 		s.refresh(r)
 	case r.is(claimed):
 		r.set(claimed|doubts, false)
@@ -163,7 +161,6 @@ func (s *Set) claim(r *record, yes bool) {
 func (s *Set) Synced() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.confirm(unlisted)
 	if !s.synced {
 		s.synced = true
 		s.refreshAll()

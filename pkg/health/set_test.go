@@ -726,14 +726,12 @@ func TestExclusionsExpire(t *testing.T) {
 	if got := w.Lapse(w.now); !slices.Equal(got, []UID{"b"}) {
 		t.Fatalf("%v lapsed, want b: a has another holder, and c is dead", got)
 	}
-	w.Refreshed(w.now)
 	w.settle()
 	w.routed("web", "b")
 	w.pass(time.Minute)
 	if got := w.Lapse(w.now); !slices.Equal(got, []UID{"a"}) {
 		t.Fatalf("%v lapsed, want a", got)
 	}
-	w.Refreshed(w.now)
 	w.settle()
 	w.routed("web", "a b")
 }
@@ -1152,9 +1150,6 @@ func random(t testing.TB, script []byte) {
 						delete(held, h)
 					}
 				}
-			case 1:
-				say("refreshed")
-				w.Refreshed(w.now)
 			default:
 				k := Key{pool, at(uid, next())}
 				o := Outcome{Kind: Success + OutcomeKind(next()%4)}
@@ -1274,7 +1269,6 @@ func random(t testing.TB, script []byte) {
 	w.proxy.old = nil
 	w.proxy.generation++
 	// All that was in doubt is known to be well.
-	w.Refreshed(w.now)
 	for _, pool := range pools {
 		w.SetCheck(w.now, pool, check1)
 	}

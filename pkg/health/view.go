@@ -33,8 +33,8 @@ const (
 	// WhyExcluded targets have no traffic because a coordinator wants the gateway to stop routing
 	// to their pod.
 	WhyExcluded
-	// WhyLapsed targets have no traffic because the exclusion of their pod lapsed and nothing has
-	// confirmed the pod since, see [Set.Lapse].
+	// WhyLapsed targets have no traffic because the exclusion of their pod lapsed and no probe has
+	// succeeded since, see [Set.Lapse].
 	WhyLapsed
 	// WhyUnproven targets have no traffic because the gateway did not route to them when the agent
 	// started, and its check has had neither a success nor a verdict since.

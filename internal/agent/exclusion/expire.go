@@ -114,7 +114,6 @@ func (t *Exclusions) heard(at time.Time) {
 func (t *Exclusions) lapse(now time.Time) {
 	t.both.Lock()
 	uids := t.set.Lapse(now)
-	t.set.Refreshed(now)
 	t.journal.Lapse(now)
 	t.both.Unlock()
 	if len(uids) > 0 {
