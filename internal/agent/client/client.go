@@ -300,12 +300,7 @@ func (r *replica) run(ctx context.Context) {
 			// The failure that ended the stream silently affects unused connections too.
 			r.client.HTTP.CloseIdleConnections()
 		}
-		timer := time.NewTimer(pauses.Next(time.Since(began), rand.N[time.Duration]))
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
-		}
+		signal.Sleep(ctx, pauses.Next(time.Since(began), rand.N[time.Duration]))
 	}
 }
 

@@ -12,6 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/lameduck-io/lameduck/internal/endpoints"
+	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 	"github.com/lameduck-io/lameduck/pkg/health"
@@ -50,11 +51,7 @@ func (b *Summary) Run(ctx context.Context) error {
 	for {
 		began := time.Now()
 		b.look()
-		timer := time.NewTimer(max(summaryEvery, summaryRest*time.Since(began)))
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
+		if !signal.Sleep(ctx, max(summaryEvery, summaryRest*time.Since(began))) {
 			return nil
 		}
 	}

@@ -17,6 +17,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/lameduck-io/lameduck/internal/endpoints"
+	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/internal/watch"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
@@ -65,7 +66,7 @@ func NewBehind(kube kubernetes.Interface, routes []gateway.Route, g gateway.Disc
 // the Service.
 func (b *Behind) Run(ctx context.Context) error {
 	defer b.watches.Wait()
-	for wait(ctx, behindEvery) {
+	for signal.Sleep(ctx, behindEvery) {
 		longest := time.Duration(0)
 		for _, r := range b.routes {
 			has, ok := b.gateway.Discovered(r.Service)

@@ -12,6 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/resourceversion"
 
 	"github.com/lameduck-io/lameduck/internal/endpoints"
+	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
@@ -103,7 +104,7 @@ func (r *Endpoints) Fresh(ctx context.Context) error {
 			if name == "" {
 				break
 			}
-			if !wait(ctx, FreshEvery) {
+			if !signal.Sleep(ctx, FreshEvery) {
 				return fmt.Errorf("the watch has not delivered EndpointSlice %s/%s as it is: %w", namespace, name,
 					ctx.Err())
 			}

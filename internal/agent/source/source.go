@@ -17,6 +17,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/agent/serving"
 	"github.com/lameduck-io/lameduck/internal/endpoints"
+	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/internal/watch"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
@@ -126,7 +127,7 @@ func (r *Endpoints) Run(ctx context.Context) error {
 			return nil
 		case c := <-r.changes:
 			if r.lag > 0 && r.Synced() {
-				wait(ctx, time.Until(c.at.Add(r.lag)))
+				signal.Sleep(ctx, time.Until(c.at.Add(r.lag)))
 			}
 			if c.reached != nil {
 				close(c.reached)
@@ -134,18 +135,6 @@ func (r *Endpoints) Run(ctx context.Context) error {
 			}
 			r.apply(c)
 		}
-	}
-}
-
-// wait returns false if ctx is done first.
-func wait(ctx context.Context, pause time.Duration) bool {
-	timer := time.NewTimer(pause)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return true
-	case <-ctx.Done():
-		return false
 	}
 }
 

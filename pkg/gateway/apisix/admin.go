@@ -15,6 +15,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
@@ -202,7 +203,7 @@ func (g *Gateway) write(ctx context.Context, pool health.Pool, wants map[health.
 			return vetoed, nil
 		}
 		_, err = g.call(ctx, http.MethodPatch, g.admin+"upstreams/"+string(pool), delta, new(any))
-		if !errors.Is(err, errConflict) || !wait(ctx) {
+		if !errors.Is(err, errConflict) || !signal.Sleep(ctx, pause) {
 			return vetoed, errors.Join(err, ctx.Err())
 		}
 	}

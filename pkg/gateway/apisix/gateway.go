@@ -56,6 +56,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
@@ -134,7 +135,7 @@ func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 				forget[k] = health.WantAbsent
 			}
 		}
-		if len(late) == 0 || time.Now().After(deadline) || !wait(ctx) {
+		if len(late) == 0 || time.Now().After(deadline) || !signal.Sleep(ctx, pause) {
 			maps.Copy(failed, late)
 			maps.Copy(failed, g.writeAll(ctx, forget))
 			break

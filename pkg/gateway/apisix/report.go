@@ -11,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
@@ -131,18 +132,9 @@ func (g *Gateway) report(ctx context.Context) (*report, error) {
 			g.last, g.sees = r, r.Started != "" && g.started(r.Master) == r.Started
 			return r, nil
 		}
-		if time.Now().After(deadline) || !wait(ctx) {
+		if time.Now().After(deadline) || !signal.Sleep(ctx, pause) {
 			return nil, errors.Join(err, ctx.Err())
 		}
-	}
-}
-
-func wait(ctx context.Context) bool {
-	select {
-	case <-ctx.Done():
-		return false
-	case <-time.After(pause):
-		return true
 	}
 }
 

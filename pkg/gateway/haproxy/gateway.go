@@ -11,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
@@ -24,14 +25,7 @@ func pause(ctx context.Context, round int) bool {
 	if round == 0 {
 		return ctx.Err() == nil
 	}
-	t := time.NewTimer(time.Millisecond << round)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return true
-	case <-ctx.Done():
-		return false
-	}
+	return signal.Sleep(ctx, time.Millisecond<<round)
 }
 
 // Gateway is one running HAProxy in master-worker mode. It implements gateway.Directed and is not

@@ -132,10 +132,8 @@ func (o *Observer) Run(ctx context.Context) error {
 		if time.Since(began) > most {
 			pause = first
 		}
-		select {
-		case <-ctx.Done():
+		if !signal.Sleep(ctx, pause) {
 			return nil
-		case <-time.After(pause):
 		}
 		pause = min(2*pause, most)
 	}
@@ -504,10 +502,8 @@ func (o *Observer) group(ctx context.Context) {
 			return
 		case <-o.regroup:
 		}
-		select {
-		case <-ctx.Done():
+		if !signal.Sleep(ctx, pause) {
 			return
-		case <-time.After(pause):
 		}
 		began := time.Now()
 		o.mu.Lock()
