@@ -37,9 +37,10 @@ export KUBERNETES_MIRROR ?=
 export ETCD_MIRROR ?=
 # make bench SUITES=health
 SUITES ?=
-# make e2e RUNS=5 UPGRADE_FROM=COMMIT, make e2e ONLY= (each scenario of the table)
+# make e2e RUNS=5 UPGRADE_FROM=COMMIT, make e2e ONLY= (each scenario of the table), make e2e MODE=Lameduck
 RUNS ?= 1
 export ONLY ?= rolling update|node drain
+export MODE ?=
 export UPGRADE_FROM ?= HEAD~1
 # make e2e-long PARTS='losses|table'
 PARTS ?=

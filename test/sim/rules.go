@@ -16,7 +16,7 @@ import (
 
 // outsideMost is how many seeds are run with the checks that look inside switched off. What needs
 // more takes minutes, and is only told.
-const outsideMost = 300
+const outsideMost = 100
 
 // tryMutations builds a simulation for each patch in dir, runs it, and prints on out which check
 // noticed it. root is the directory of the module. The error names the mutations that no check

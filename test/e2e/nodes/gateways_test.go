@@ -172,7 +172,7 @@ func (l *lab) testGateway(t *testing.T, g observed, rows *[]row) {
 	runs, _ := strconv.Atoi(os.Getenv("RUNS"))
 	for range max(runs, 1) {
 		for _, m := range all {
-			if !strings.Contains(m.name, os.Getenv("MODE")) {
+			if !m.wanted() {
 				continue
 			}
 			for _, s := range scenarios() {

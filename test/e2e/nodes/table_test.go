@@ -36,6 +36,9 @@ type mode struct {
 	labels map[string]string
 }
 
+// wanted reports whether MODE, a regular expression for names of modes, asks for it.
+func (m mode) wanted() bool { return regexp.MustCompile(os.Getenv("MODE")).MatchString(m.name) }
+
 func modes() []mode {
 	const replicas = 6
 	outside := map[string]string{"lameduck.io/mode": "off"}
@@ -286,11 +289,11 @@ func (l *lab) testTable(t *testing.T) []row {
 	runs, _ := strconv.Atoi(os.Getenv("RUNS"))
 	all := modes()
 	haproxy := l.gatewayAddress(t)
-	only := regexp.MustCompile(os.Getenv("ONLY")) // scenarios, in modes whose names contain MODE
+	only := regexp.MustCompile(os.Getenv("ONLY")) // scenarios
 	var rows []row
 	for range max(runs, 1) {
 		for i, m := range all {
-			if !strings.Contains(m.name, os.Getenv("MODE")) {
+			if !m.wanted() {
 				continue
 			}
 			via := l.everyWay(haproxy, i)
@@ -497,7 +500,7 @@ func (l *lab) measureCut(t *testing.T, all []mode, haproxy string) []row {
 	t.Helper()
 	var rows []row
 	for i, m := range all {
-		if !strings.Contains(m.name, os.Getenv("MODE")) {
+		if !m.wanted() {
 			continue
 		}
 		via := l.everyWay(haproxy, i)
