@@ -116,9 +116,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		return err
 	}
 	started := time.Now()
-	ready := &peers.Readiness{Certificate: proof.ready, Others: &others.Table, Up: func() time.Duration {
-		return time.Since(started)
-	}}
+	ready := &peers.Readiness{Certificate: proof.ready, Others: &others.Table}
 	others.Able = ready.Check
 	coord := coordinator.New(self, o.times, coordinator.Options{
 		Able: ready.Check, Elsewhere: ready.Elsewhere,

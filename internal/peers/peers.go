@@ -61,18 +61,19 @@ type Peer struct {
 // Table is what one replica knows of the others, and what follows from that. It sends no requests.
 // Safe for concurrent use.
 type Table struct {
-	// Ordinal and Name are those of this replica. Started is when its life began.
+	// Ordinal and Name are those of this replica.
 	Ordinal int
 	Name    string
-	Started time.Time
 	// Able returns the reason why this replica cannot judge deletions now, or nil. While it cannot,
 	// any other replica comes before it.
 	Able func() error
 
 	mu    sync.Mutex
 	peers map[string]*peer
-	// adopted: this replica knows the open drains of the others.
-	adopted bool
+	// began is when the others were first polled, which is when this replica knew the cluster.
+	// settled: that was [Settle] ago. adopted: it knows the open drains of the others.
+	began            time.Time
+	settled, adopted bool
 }
 
 // peer is the state of one other replica.
@@ -98,8 +99,7 @@ type Peers struct {
 
 // New returns Peers without any replicas.
 func New(ordinal int, name string, client *http.Client, token func() (string, error), log *slog.Logger) *Peers {
-	return &Peers{Table: Table{Ordinal: ordinal, Name: name, Started: time.Now()}, Client: client, Token: token,
-		Log: log}
+	return &Peers{Table: Table{Ordinal: ordinal, Name: name}, Client: client, Token: token, Log: log}
 }
 
 // Set adds a replica, or changes what is known of it.
@@ -162,7 +162,7 @@ func (p *Peers) poll(ctx context.Context) time.Duration {
 // starts adopts open drains until all ready replicas have answered. After that it adopts the drains
 // that other replicas open until it is ready itself, for at most twice [Settle].
 func (t *Table) Heed(now time.Time, polled func(told []wire.Replica, adopt bool)) (again time.Duration) {
-	up, able := now.Sub(t.Started), t.Able() == nil
+	up, able := t.settle(now), t.Able() == nil
 	silent := len(t.list(func(of *peer) bool { return of.Ready && (of.silent || !of.polled) }))
 	var told []wire.Replica
 	for _, of := range t.list(func(of *peer) bool { return !of.silent && of.polled }) {
@@ -177,6 +177,23 @@ func (t *Table) Heed(now time.Time, polled func(told []wire.Replica, adopt bool)
 	defer t.mu.Unlock()
 	t.adopted = t.adopted || silent == 0 || up >= Settle // not before the others are known
 	return AdoptEvery
+}
+
+// settle returns the time since the first call.
+func (t *Table) settle(now time.Time) time.Duration {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.began.IsZero() {
+		t.began = now
+	}
+	t.settled = now.Sub(t.began) >= Settle
+	return now.Sub(t.began)
+}
+
+func (t *Table) hasSettled() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.settled
 }
 
 // Known returns nil when the open drains of the other replicas are known.

@@ -221,7 +221,7 @@ func TestWhatOthersKnow(t *testing.T) {
 		t.Error("known, and a ready replica does not answer")
 	}
 	adopts := func(up time.Duration) (adopts bool, again time.Duration) {
-		again = p.Heed(p.Started.Add(up), func(_ []wire.Replica, adopt bool) { adopts = adopt })
+		again = p.Heed(p.began.Add(up), func(_ []wire.Replica, adopt bool) { adopts = adopt })
 		return adopts, again
 	}
 	if adopt, again := adopts(Settle); !adopt || again != AdoptEvery || p.Known() != nil {

@@ -7,18 +7,18 @@ import (
 	"time"
 )
 
-// Settle is how long after its start a replica without all its agents is not ready.
+// Settle is how long a replica without all its agents is not ready, from the moment when it knows
+// the cluster.
 const Settle = 10 * time.Second
 
 // Readiness decides whether the API server should ask this replica.
 type Readiness struct {
 	// Certificate returns an error if there is no certificate to serve. Synced reports whether this
 	// replica's cache of the cluster is complete. Expecting returns how many agents are expected,
-	// and how many of these are not connected here. Up returns the time since this replica started.
+	// and how many of these are not connected here.
 	Certificate func() error
 	Synced      func() bool
 	Expecting   func() (expected, missing int)
-	Up          func() time.Duration
 	// Others are the other replicas.
 	Others *Table
 
@@ -54,7 +54,7 @@ func (r *Readiness) Check() error {
 		return r.Others.Known()
 	}
 	expected, missing := r.Expecting()
-	if missing > 0 && r.Up() < Settle && !r.settled.Load() {
+	if missing > 0 && !r.Others.hasSettled() && !r.settled.Load() {
 		return fmt.Errorf("%d of %d agents are not connected yet", missing, expected)
 	}
 	r.settled.Store(true)

@@ -13,12 +13,11 @@ import (
 func TestReadiness(t *testing.T) {
 	var synced bool
 	var missing int
-	var up time.Duration
 	cert := errors.New("there is no certificate yet")
 	others := &Table{Able: func() error { return nil }}
 	r := Readiness{
 		Certificate: func() error { return cert }, Synced: func() bool { return synced }, Others: others,
-		Expecting: func() (int, int) { return 5, missing }, Up: func() time.Duration { return up },
+		Expecting: func() (int, int) { return 5, missing },
 	}
 	check := func(when, want string) {
 		t.Helper()
@@ -34,15 +33,18 @@ func TestReadiness(t *testing.T) {
 	check("at first", "there is no certificate yet")
 	cert = nil
 	check("with a certificate", cold)
-	up = time.Hour
-	check("caches that are cold for long", cold)
-	synced, missing, up = true, 2, Settle-1
+	synced, missing = true, 2
 	check("before it knows what is open", "the open drains of the other replicas are not known yet")
-	others.Heed(time.Now(), func([]wire.Replica, bool) {})
+	// Caches may be cold for long. The time for agents begins after that.
+	knows := time.Now().Add(time.Hour)
+	heed := func(after time.Duration) { others.Heed(knows.Add(after), func([]wire.Replica, bool) {}) }
+	heed(0)
 	check("agents missing", "2 of 5 agents are not connected yet")
-	up = Settle
+	heed(Settle - 1)
+	check("agents missing still", "2 of 5 agents are not connected yet")
+	heed(Settle)
 	check("agents missing for long", "")
-	up = Settle - 1
+	others.settled = false
 	check("it was ready", "")
 
 	r.settled.Store(false)

@@ -27,9 +27,9 @@ func (c *coord) peer() peers.Peer {
 func (c *coord) meetPeers() {
 	c.ready = &peers.Readiness{
 		Certificate: func() error { return nil }, Synced: func() bool { return c.synced },
-		Expecting: c.Expecting, Up: func() time.Duration { return c.w.at - c.started },
+		Expecting: c.Expecting,
 	}
-	c.table = &peers.Table{Ordinal: c.ordinal(), Name: c.name, Started: c.now(), Able: c.ready.Check}
+	c.table = &peers.Table{Ordinal: c.ordinal(), Name: c.name, Able: c.ready.Check}
 	c.ready.Others, c.others = c.table, nil
 	c.setPeers()
 }
