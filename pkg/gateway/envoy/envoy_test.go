@@ -1,13 +1,16 @@
 package envoy
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -72,7 +75,11 @@ type endpoint struct {
 
 func start(t testing.TB, cluster string, endpoints ...endpoint) *proxy {
 	t.Helper()
-	path := gatewaytest.LookPath(t, "envoy")
+	return startWith(t, []string{"--disable-hot-restart"}, cluster, endpoints...)
+}
+
+func startWith(t testing.TB, options []string, cluster string, endpoints ...endpoint) *proxy {
+	t.Helper()
 	dir, err := os.MkdirTemp("", "ev") // t.TempDir is too long for a unix socket's address
 	if err != nil {
 		t.Fatal(err)
@@ -86,9 +93,15 @@ func start(t testing.TB, cluster string, endpoints ...endpoint) *proxy {
 	_, port, _ := strings.Cut(address, ":")
 	planes.Replace(t, filepath.Join(dir, "envoy.yaml"), fmt.Sprintf(bootstrap, dir, port, cluster))
 	p.set(endpoints...)
-	p.program = planes.StartProgram(t, address, path, "-c", filepath.Join(dir, "envoy.yaml"), "--concurrency", "4",
-		"--disable-hot-restart")
+	p.program = p.run(append(options, "--concurrency", "4")...)
 	return p
+}
+
+// run starts a process of the proxy.
+func (p *proxy) run(options ...string) *planes.Program {
+	p.t.Helper()
+	return planes.StartProgram(p.t, strings.TrimPrefix(p.url, "http://"), gatewaytest.LookPath(p.t, "envoy"),
+		append(options, "-c", filepath.Join(p.dir, "envoy.yaml"))...)
 }
 
 // set is EDS.
@@ -267,12 +280,38 @@ func TestAStoppedEnvoyIsUnknown(t *testing.T) {
 	before := w.Reading().Generation
 	p.program.Kill()
 	planes.Await(t, w, health.Unknown)
-	p.program = planes.StartProgram(t, strings.TrimPrefix(p.url, "http://"), gatewaytest.LookPath(t, "envoy"),
-		"-c", filepath.Join(p.dir, "envoy.yaml"), "--concurrency", "1", "--disable-hot-restart")
+	p.program = p.run("--concurrency", "1", "--disable-hot-restart")
 	planes.Await(t, w, health.Idle)
 	if w.Reading().Generation == before {
 		t.Error("another process has the same generation")
 	}
+}
+
+// A process that another one has replaced without an interruption goes on answering on connections
+// that it has, and says nothing of the other one.
+func TestAHotRestartIsNoticed(t *testing.T) {
+	a := gatewaytest.StartBackend(t, "127.0.71.10")
+	id := strconv.Itoa(os.Getpid()) // of the memory that the two processes share
+	p := startWith(t, []string{"--base-id", id}, "", healthy(a))
+	g := p.observe()
+	w := g.Watch([]netip.AddrPort{a.Addr}, func() {})
+	planes.Await(t, w, health.Routing)
+	w.Close()
+	p.run("--base-id", id, "--restart-epoch", "1", "--concurrency", "4")
+	planes.Until(t, "the second process answers", func() bool {
+		conn, err := net.Dial("unix", filepath.Join(p.dir, "admin.sock"))
+		if err != nil {
+			return false
+		}
+		defer conn.Close()
+		_, _ = conn.Write([]byte("GET /server_info HTTP/1.1\r\nHost: admin\r\nConnection: close\r\n\r\n"))
+		said, _ := io.ReadAll(conn)
+		return bytes.Contains(said, []byte(`"restart_epoch": 1`))
+	})
+	time.Sleep(2 * time.Second) // the agent polls
+	w = g.Watch([]netip.AddrPort{a.Addr}, func() {})
+	defer w.Close()
+	planes.Await(t, w, health.Unknown)
 }
 
 // What /clusters and /config_dump say that a test has no Envoy for.

@@ -1,11 +1,15 @@
 // Package poll observes gateways that report their targets over HTTP, as JSON. Packages envoy,
 // traefik and apisix define what to read.
 //
-// One goroutine polls a gateway, on one connection. The generation of a reading is the life of that
-// connection: a process that has ended cannot answer on it. The answer comes from the gateway's
-// main thread, and its workers apply changes later. A target is therefore Removed only when a
-// request that began a settle time after the first reading without the target has the same result.
-// A gateway that is stopped in between does not answer such a request.
+// One goroutine polls a gateway, on one connection while pods are watched. The generation of a
+// reading is the life of that connection: a process that has ended cannot answer on it. Without
+// watches it lasts for one poll, because a process that another one has replaced may still answer
+// on an old connection (Envoy's hot restart).
+//
+// The answer comes from the gateway's main thread, and its workers apply changes later. A target is
+// therefore Removed only when a request that began a settle time after the first reading without
+// the target has the same result. A gateway that is stopped in between does not answer such a
+// request.
 //
 // Idle is read from the gateway's counts while it lists the target, if it counts requests for each
 // target. Otherwise it is read from the sockets of the network namespace, which the agent shares
@@ -112,10 +116,6 @@ func (g *Gateway) Run(ctx context.Context) error {
 		if err == nil {
 			hosts, err = c.poll(ctx, g.read)
 		}
-		if c != nil && (err != nil || c.ends) {
-			c.Close()
-			c = nil
-		}
 		if ctx.Err() == nil {
 			g.adopt(hosts, err, began, fmt.Sprintf("%s.%d", boot, lives))
 		}
@@ -126,7 +126,8 @@ func (g *Gateway) Run(ctx context.Context) error {
 		}
 		pause := max(seldom, idleShare*took)
 		g.mu.Lock()
-		if len(g.watches) > 0 {
+		watched := len(g.watches) > 0
+		if watched {
 			pause = max(often, watchedShare*took)
 		}
 		for w := range g.watches {
@@ -135,6 +136,10 @@ func (g *Gateway) Run(ctx context.Context) error {
 			}
 		}
 		g.mu.Unlock()
+		if c != nil && (err != nil || c.ends || !watched) {
+			c.Close()
+			c = nil
+		}
 		timer := time.NewTimer(pause)
 		select {
 		case <-ctx.Done():
