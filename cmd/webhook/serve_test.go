@@ -5,6 +5,10 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
 // Each probe says what its own check says, and closes its connection: the port has few.
@@ -31,5 +35,34 @@ func TestProbes(t *testing.T) {
 		if got := [3]int{ask("/livez"), ask("/readyz"), ask("/metrics")}; got != c.want {
 			t.Errorf("live %v, ready %v: %v, want %v", live, ready, got, c.want)
 		}
+	}
+}
+
+// What a replica keeps of a pod has everything that is read of it.
+func TestStrip(t *testing.T) {
+	hook := &corev1.Lifecycle{PreStop: &corev1.LifecycleHandler{Sleep: &corev1.SleepAction{Seconds: 5}}}
+	whole := func() *corev1.Pod {
+		return &corev1.Pod{
+			ObjectMeta: metav1.ObjectMeta{Name: "a", Labels: map[string]string{"app": "a"},
+				Annotations:   map[string]string{"lameduck.io/break-glass": "true"},
+				ManagedFields: []metav1.ManagedFieldsEntry{{Manager: "kubectl"}}},
+			Spec: corev1.PodSpec{
+				NodeName: "node-1", NodeSelector: map[string]string{"kubernetes.io/os": "linux"},
+				Volumes:    []corev1.Volume{{Name: "v"}},
+				Containers: []corev1.Container{{Name: "c", Image: "i", Lifecycle: hook}},
+			},
+			Status: corev1.PodStatus{
+				PodIPs:            []corev1.PodIP{{IP: "10.1.0.7"}},
+				Conditions:        []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionTrue}},
+				ContainerStatuses: []corev1.ContainerStatus{{Name: "c"}},
+			},
+		}
+	}
+	want := whole()
+	want.ManagedFields, want.Spec.Volumes, want.Spec.Containers[0].Image = nil, nil, ""
+	want.Status.ContainerStatuses = nil
+	got, err := strip(whole())
+	if diff := cmp.Diff(want, got); diff != "" || err != nil {
+		t.Errorf("strip (-want +got): %v\n%s", err, diff)
 	}
 }

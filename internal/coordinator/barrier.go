@@ -31,7 +31,7 @@ type PodContext struct {
 	Here, Elsewhere bool
 	// NotEnforced: the pod's mode is observe or off. Partly: a container has no hook.
 	NotEnforced, Partly bool
-	// Addresses are those of the pod.
+	// Addresses are those of the pod, none if it has its node's.
 	Addresses []netip.AddrPort
 	// Targets are the Services that list the pod, or recently did, with their usable targets.
 	Targets []drain.Targets
@@ -186,8 +186,9 @@ type Bar struct {
 }
 
 // strangerTime is how long after the deletion of a pod a replica leaves the pod's hooks to others,
-// if it does not know the pod, or another one has more agents. It would ask too few agents, because
-// it knows none of the pod's Services, or would wait for agents that are not connected here.
+// if it does not know the pod or its address, or another one has more agents. It would ask too few
+// agents, because it knows none of the pod's Services, or would wait for agents that are not
+// connected here.
 const strangerTime = 2 * time.Second
 
 // Bar begins the wait of a hook. s is the context of its pod.
@@ -199,15 +200,17 @@ func (c *Core) Bar(now time.Time, who Identity, asked wire.BarrierRequest, s Pod
 		return nil, refusal{http.StatusForbidden, fmt.Sprintf("pod %s is not on the node of %s", asked.Pod, who.Name)}
 	case !s.Known && !terminating:
 		return nil, refusal{http.StatusNotFound, fmt.Sprintf("pod %s is not known here", asked.Pod)}
-	case s.Elsewhere && elapsed < strangerTime:
+	case s.Elsewhere && terminating && !s.NotEnforced && elapsed < min(strangerTime, bound/2):
 		return nil, refusal{http.StatusServiceUnavailable, "another replica has more agents"}
+	case s.Known && len(s.Addresses) == 0 && elapsed < strangerTime:
+		return nil, refusal{http.StatusServiceUnavailable, fmt.Sprintf("no address of pod %s is known here", asked.Pod)}
 	case c.barriers >= c.limits.MaxBarriers:
 		return nil, refusal{http.StatusServiceUnavailable, "too many barriers wait at this replica"}
 	}
 	c.barriers++
-	// Agents also delete connections to these addresses. Those of a pod that is not known here are
-	// what the agent says.
-	if len(s.Addresses) > 0 {
+	// Agents also delete connections to these addresses. Only those of a pod that is not known here
+	// are what the agent says.
+	if s.Known {
 		asked.Targets = s.Addresses
 	}
 	return &Bar{core: c, context: s, until: now.Add(min(bound, RestartTimeout)), Restart: !terminating,
@@ -291,11 +294,15 @@ func servicesOf(targets []drain.Targets) (services []drain.Service) {
 
 // Context updates the context of the pod. Call it before each turn except the first, but not for a
 // restart, because another endpoint may have become ready. A pod that is not known any more keeps
-// its last context.
+// its last context, and what a Service that has left it meanwhile had stated.
 func (b *Bar) Context(s PodContext) {
-	if s.Known {
-		b.context = s
+	if !s.Known {
+		return
 	}
+	was := b.context
+	s.IdleBound = max(s.IdleBound, was.IdleBound)
+	s.AtMost.Wait, s.AtMost.Quiet = max(s.AtMost.Wait, was.AtMost.Wait), max(s.AtMost.Quiet, was.AtMost.Quiet)
+	b.context = s
 }
 
 // Answer returns the answer to the agent.

@@ -48,7 +48,8 @@ func (v fakeContexts) Uncovered(context.Context, []drain.Service, bool) []string
 
 func newNearby() *nearby {
 	return &nearby{PodContext: PodContext{Known: true, Terminating: true, Here: true,
-		Targets: []drain.Targets{{Service: web}}}}
+		Addresses: []netip.AddrPort{netip.MustParseAddrPort("10.1.0.7:0")},
+		Targets:   []drain.Targets{{Service: web}}}}
 }
 
 // with gives a replica a pod context.
@@ -535,11 +536,37 @@ func TestAHookOfAPodThatDoesNotExist(t *testing.T) {
 	})
 }
 
+// Agents delete connections to the addresses of a pod that they watch. An agent could name others.
+func TestThePodsAddressesAreNotTheAgents(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n, near := newNetwork(t), newNearby()
+		n.replica("replica-0", "a", with(near))
+		one, p := n.nodeAgent("node-1", "replica-0"), pod("a")
+		other := func(b *wire.BarrierRequest) {
+			b.Targets = []netip.AddrPort{netip.MustParseAddrPort("192.0.2.7:0")}
+		}
+		hook := one.hook(p, other)
+		one.eyes.mu.Lock()
+		got := one.eyes.of[p.UID].watch.Targets
+		one.eyes.mu.Unlock()
+		if !slices.Equal(got, near.Addresses) {
+			t.Errorf("agents watch %v, want %v", got, near.Addresses)
+		}
+		one.see(t, p, drain.Idle, true)
+		passed(t, hook, "Acknowledged after 0s")
+
+		near.Addresses = nil // it has its node's, or the cache is late
+		if is := <-one.hook(pod("b"), other); is.err == nil || !strings.Contains(is.err.Error(), "no address") {
+			t.Errorf("the hook of a pod without an address is told %v", is)
+		}
+	})
+}
+
 // A replica that has just started would wait for agents that are not connected to it yet.
 func TestAnotherReplicaHasMoreAgents(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		n := newNetwork(t)
-		n.replica("replica-0", "a", with(newNearby()), func(o *Options) {
+		n, near := newNetwork(t), newNearby()
+		n.replica("replica-0", "a", with(near), func(o *Options) {
 			o.Elsewhere = func() bool { return true }
 		})
 		one := n.nodeAgent("node-1", "replica-0")
@@ -550,6 +577,10 @@ func TestAnotherReplicaHasMoreAgents(t *testing.T) {
 		hook := one.hook(pod("a"), func(b *wire.BarrierRequest) { b.ElapsedMillis = strangerTime.Milliseconds() })
 		one.see(t, pod("a"), drain.Idle, true)
 		passed(t, hook, "Acknowledged after 0s")
+		// For a container that is stopped there is no time to ask again.
+		near.Terminating = false
+		restart := one.hook(pod("b"), func(b *wire.BarrierRequest) { b.Terminating = false; b.BoundMillis = 2000 })
+		passed(t, restart, "NoAgents after 0s")
 	})
 }
 

@@ -133,7 +133,7 @@ func (s *Source) Of(ctx context.Context, name drain.Service, barrier bool) (Serv
 		if is.StatedError == nil && is.Stated.Wait > 0 {
 			if c.State = Waited; !barrier {
 				c.State = Uncovered
-				c.Why += ", and the pod has no barrier at which the stated wait could be waited for"
+				c.Why += ", and not every container of the pod has the hook that waits for it"
 			}
 		}
 		add(c)
@@ -274,7 +274,7 @@ func (s *Source) notWaitedFor(id drain.AgentID, service drain.Service, barrier b
 	case !directed && !observed:
 		return "has an agent that cannot acknowledge for a single pod"
 	case !directed && !barrier:
-		return "is observed at the barrier, which the deleted pod does not have"
+		return "is observed at the barrier, for which not every container of the pod had the hook"
 	}
 	return ""
 }
@@ -317,7 +317,7 @@ func unaided(service *corev1.Service, observed, barrier bool) (all []Consumer) {
 	case !observed:
 		proxy.Why = "no agent on the nodes observes it"
 	case !barrier:
-		proxy.Why = "it is observed at the barrier, which the pod does not have"
+		proxy.Why = "it is observed at the barrier, for which not every container of the pod has the hook"
 	}
 	if proxy.Why != "" {
 		proxy.State = Possible

@@ -161,7 +161,7 @@ func TestWhoRoutesAService(t *testing.T) {
 		"headless, stated, no barrier": {service: func(s *corev1.Service) {
 			s.Spec.ClusterIP = corev1.ClusterIPNone
 			s.Annotations = map[string]string{StatedWait: "20s"}
-		}, want: []string{"DNS Uncovered: the pod has no barrier"}},
+		}, want: []string{"DNS Uncovered: not every container of the pod has the hook"}},
 		"stated, unreadable": {service: func(s *corev1.Service) {
 			s.Spec.Type = corev1.ServiceTypeNodePort
 			s.Annotations = map[string]string{StatedWait: "long"}

@@ -57,9 +57,17 @@ func TestReadiness(t *testing.T) {
 	of := Peer{Name: "webhook-1", Ready: true}
 	others.Set(of)
 	others.Heard(of, true, &wire.Replica{Ready: true, Expected: 5, Missing: 2})
+	elsewhere := func(when string, want bool) {
+		t.Helper()
+		if got := r.Elsewhere(); got != want {
+			t.Errorf("%s: elsewhere %t, want %t", when, got, want)
+		}
+	}
 	check("most streams lost", "3 of 5 agents are not connected here, and replica webhook-1 has most of them")
+	elsewhere("most streams lost", true)
 	missing = 2
 	check("most streams are back", "")
+	elsewhere("most streams are back", false)
 	r.Stop()
 	check("at its end", "this replica is shutting down")
 }

@@ -94,7 +94,11 @@ func (d *Director) Run(ctx context.Context) error {
 		if done.Wait == 0 {
 			continue
 		}
-		timer := time.NewTimer(max(done.Wait, pauseShare*d.reading))
+		pause := done.Wait
+		if pause > fastest { // not the second reading of a drain, which shows it Idle
+			pause = max(pause, pauseShare*d.reading)
+		}
+		timer := time.NewTimer(pause)
 		select {
 		case <-ctx.Done():
 		case <-timer.C:

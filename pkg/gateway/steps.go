@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -80,7 +81,7 @@ func (s *Steps) Begin(now time.Time) []health.Op {
 }
 
 // Applied records the result of Apply, and returns the keys to read: those that the set watches,
-// and those of the operations.
+// and those of the operations, also of unfinished ones.
 func (s *Steps) Applied(err error) []health.Key {
 	s.applied = err
 	keys := s.set.Watched()
@@ -88,8 +89,12 @@ func (s *Steps) Applied(err error) []health.Key {
 	for _, k := range keys {
 		watched[k] = true
 	}
-	for _, op := range s.ops {
+	unfinished := slices.SortedFunc(maps.Keys(s.unfinished.ops), func(a, b health.Op) int {
+		return strings.Compare(a.String(), b.String())
+	})
+	for _, op := range slices.Concat(s.ops, unfinished) {
 		if !watched[op.Key] {
+			watched[op.Key] = true
 			keys = append(keys, op.Key)
 		}
 	}
@@ -159,7 +164,7 @@ func (s *Steps) wait(now time.Time) time.Duration {
 	switch {
 	case s.set.Unsettled() || len(s.due(now)) > 0:
 		wait, s.pause = s.pause, min(s.pause*3/2, slowest)
-	case len(s.set.Watched()) > 0:
+	case len(s.set.Watched()) > 0 || len(s.unfinished.ops) > 0:
 		wait, s.pause = watchExclusions, fastest
 	default:
 		s.pause = fastest

@@ -86,6 +86,12 @@ func (l noted) Unroute(request coordinator.Request) {
 
 // Observe implements [admission.Ledger].
 func (l noted) Observe(request coordinator.Request, targets []netip.AddrPort) {
+	if _, known := l.watching[request.Pod.UID]; !known {
+		l.watching[request.Pod.UID] = nil
+		for _, t := range request.Targets {
+			l.watching[request.Pod.UID] = append(l.watching[request.Pod.UID], t.Service)
+		}
+	}
 	l.core.Observe(l.now(), request, targets)
 }
 

@@ -848,6 +848,9 @@ func (c *coord) checkDirected(p *pod, s drain.Status, a *agent) {
 		return st.link.a == a && c.ledger.Current(a.id, st.Number)
 	})
 	_, services, _ := c.services(p)
+	if of, is := c.watching[p.uid]; is {
+		services = of // no Service that this replica learned of later is measured
+	}
 	switch {
 	case !a.gw.routes(p.uid) || !a.share(services) || !connected || c.departed[a.id] != "":
 	case slices.ContainsFunc(s.Suspended, func(x drain.Waiting) bool { return x.Agent == a.id }):

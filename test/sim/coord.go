@@ -62,8 +62,10 @@ type coord struct {
 	took time.Duration
 	let  map[drain.UID]map[*agent]bool
 	// rested is what took was when a barrier was opened.
-	rested  map[drain.UID]time.Duration
-	watched map[drain.AgentID]map[drain.UID]uint64
+	rested map[drain.UID]time.Duration
+	// watching are the Services in which a deletion is measured that does not wait.
+	watching map[drain.UID][]drain.Service
+	watched  map[drain.AgentID]map[drain.UID]uint64
 
 	// heard is what the last word of each agent on its present session was, for the checks: a plain
 	// record beside the ledger.
@@ -168,6 +170,7 @@ func (c *coord) start() {
 	c.bars, c.watched = nil, map[drain.AgentID]map[drain.UID]uint64{}
 	c.restarted = map[drain.UID]time.Duration{}
 	c.took, c.let, c.rested = 0, map[drain.UID]map[*agent]bool{}, map[drain.UID]time.Duration{}
+	c.watching = map[drain.UID][]drain.Service{}
 	c.heard, c.lost = map[drain.AgentID]map[drain.UID]said{}, map[drain.AgentID]time.Duration{}
 	c.numbers = map[drain.UID]uint64{}
 	c.targets, c.room = map[drain.Service][]drain.UID{}, map[drain.UID]*admitted{}

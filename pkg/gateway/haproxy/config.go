@@ -12,8 +12,13 @@ import (
 )
 
 const (
-	// commandTimeout bounds one command.
+	// commandTimeout bounds one command, and sealTimeout the question whether an old process is
+	// sealed, which delays the reading of all others.
 	commandTimeout = 2 * time.Second
+	sealTimeout    = 500 * time.Millisecond
+	// rewriteEvery is how often a servers file that could not be written is tried again while the
+	// gateway is read.
+	rewriteEvery = time.Second
 	// maxSocketPath is the maximum length of a unix socket's path on Linux, in bytes.
 	maxSocketPath = 107
 	// maxOptionWords keeps "add server" below the 64 words that HAProxy reads of one command.

@@ -40,15 +40,15 @@
 //
 // A reload discards every change that was made through the socket. Therefore the agent writes the
 // complete sections to Config.ServersFile, which HAProxy loads by an additional -f. The file lists
-// exactly the wanted servers. Each batch of operations replaces it once, by rename, before the
-// first command. If a reload began to parse the old file, its new worker is in the list of
-// processes that Apply reads afterwards, because the master does not answer while it parses. Apply
-// continues until every process in the list has received the change. A reload that begins later
-// parses the new file. If the file cannot be written, Apply carries out everything at run time, and
-// returns the error. A reload then brings back what the file still lists, until the agent has read
-// the new generation, within a second, and has applied everything again. A server that HAProxy
-// refuses at run time is deleted from the file again, because it would make HAProxy's next start
-// fail.
+// exactly the wanted servers, unless it could not be written. Each batch of operations replaces it
+// once, by rename, before the first command. If a reload began to parse the old file, its new
+// worker is in the list of processes that Apply reads afterwards, because the master does not
+// answer while it parses. Apply continues until every process in the list has received the change.
+// A reload that begins later parses the new file. If the file cannot be written, Apply carries out
+// everything at run time, and returns the error. A reload then brings back what the file still
+// lists, until the agent has read the new generation, and has applied everything again. The file is
+// written again with later operations and readings. A server that HAProxy refuses at run time is
+// deleted from the file again, because it would make HAProxy's next start fail.
 //
 // Once an old worker has stopped its proxies, it answers "Proxy is disabled." to every command that
 // changes a server's state. A target that was routed at the reload can therefore not be taken out

@@ -36,6 +36,8 @@ type Gateway struct {
 	backends []Backend
 	byPool   map[health.Pool]*Backend
 	wanted   wanted // what the servers file lists, or will once it can be written
+	// unwritten is when the servers file could not be written. Zero: it is as wanted.
+	unwritten time.Time
 	// unused has the targets that the last reading found taken out and without a stream in any
 	// process. The value is the list of processes of that reading. While a target stays taken out
 	// in these processes, no stream can begin for it.
@@ -275,7 +277,8 @@ func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 
 // persist writes the servers file as it will be after all steps. With an error the steps are
 // carried out all the same, because neither drains nor new pods must wait for a disk. HAProxy loses
-// them with its next reload. The agent reads that as another generation, and repeats them.
+// them with its next reload. The agent reads that as another generation, and repeats them. The file
+// is tried again with later steps and readings.
 func (g *Gateway) persist(steps []*step) error {
 	for _, s := range steps {
 		switch s.op.Want {
@@ -285,7 +288,16 @@ func (g *Gateway) persist(steps []*step) error {
 			delete(g.wanted[s.backend.Backend], s.name)
 		}
 	}
-	return writeFile(g.file, render(g.backends, g.wanted))
+	return g.write()
+}
+
+// write writes the servers file.
+func (g *Gateway) write() error {
+	err := writeFile(g.file, render(g.backends, g.wanted))
+	if g.unwritten = (time.Time{}); err != nil {
+		g.unwritten = time.Now()
+	}
+	return err
 }
 
 // forget deletes servers from the file again if HAProxy refused their definition, because they
@@ -301,7 +313,7 @@ func (g *Gateway) forget(steps []*step) {
 			}
 		}
 	}
-	_ = writeFile(g.file, render(g.backends, g.wanted)) // persist has reported why it cannot be written
+	_ = g.write() // persist has reported why it cannot be written
 }
 
 // direct carries out the steps in every process, until the list has no process that did not receive
@@ -503,6 +515,9 @@ func (g *Gateway) sealed(ctx context.Context, pid int) (bool, error) {
 // Observe implements gateway.Directed. The list of processes is read before and after the
 // processes; if it changed, everything is read again.
 func (g *Gateway) Observe(ctx context.Context, keys []health.Key) (o health.Observation, err error) {
+	if !g.unwritten.IsZero() && time.Since(g.unwritten) >= rewriteEvery {
+		_ = g.write() // persist has reported why it cannot be written
+	}
 	var name string
 	unused := g.unused
 	g.unused = nil
@@ -593,7 +608,9 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 	sealed := false
 	if open {
 		// With an error it is not known to be sealed, and its open servers count as Routed.
-		sealed, _ = g.sealed(ctx, p.PID)
+		within, cancel := context.WithTimeout(ctx, sealTimeout)
+		sealed, _ = g.sealed(within, p.PID)
+		cancel()
 	}
 	counts := map[*Backend]map[string]traffic{}
 	unsure := func(b *Backend, a asked, srv *server) bool {

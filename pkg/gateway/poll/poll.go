@@ -43,7 +43,8 @@ const (
 	// often is the pause between two polls while a pod is watched, and seldom the pause otherwise.
 	// A pause is also at least watchedShare or idleShare times the duration of a poll. So the
 	// gateway uses at most a fifth of a core for its answers, and a fiftieth while no pod is
-	// watched. A new watch ends the pause, but not before watchedShare.
+	// watched. Only the poll at the end of a settle time is not put off. A new watch ends the
+	// pause, but not before watchedShare.
 	often, seldom           = 20 * time.Millisecond, time.Second
 	watchedShare, idleShare = 4, 49
 	// timeout bounds one poll. When it expires, all targets are Unknown. A busy Envoy with

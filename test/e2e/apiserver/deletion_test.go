@@ -344,7 +344,7 @@ func TestImmediateDeletionIsReviewedRepeatedly(t *testing.T) {
 }
 
 // F9, with a node: a pod's whole end is one question by its caller, and two or three by the
-// kubelet, which is recognized by its group. With the matchCondition it is one.
+// kubelet, which this test recognizes by its group. With the matchCondition it is one.
 func TestReviewsOfOneTermination(t *testing.T) {
 	t.Parallel()
 	for _, condition := range []bool{false, true} {
