@@ -163,3 +163,33 @@ func TestWhatTheKernelWasSeenToSendTo(t *testing.T) {
 		}
 	})
 }
+
+// looked tells looks from watches.
+type looked struct {
+	plain
+	looks int
+}
+
+func (l *looked) Look(targets []netip.AddrPort, changed func()) gateway.Watch {
+	l.looks++
+	return l.Observed.Watch(targets, changed)
+}
+
+// A pod of mode observe may be gone, and its address another pod's. It must not count as going for
+// the other watches, unless it is also one that a hook waits for.
+func TestAPodThatIsOnlyMeasuredIsLookedAt(t *testing.T) {
+	k := &looked{plain: plain{Observed: planes.NewFakeObserved()}}
+	o := newPods(k, slog.New(slog.DiscardHandler))
+	w := drain.Watch{Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Observe: true,
+		Targets: []netip.AddrPort{podTarget}}
+	for _, step := range []struct {
+		observe        bool
+		looks, watches int
+	}{{true, 1, 0}, {true, 1, 0}, {false, 1, 1}, {true, 1, 1}} {
+		w.Observe = step.observe
+		o.Watch(time.Now(), w, "a")
+		if k.looks != step.looks || k.watches != step.watches {
+			t.Errorf("after observe=%t: %d looks and %d watches, want %+v", step.observe, k.looks, k.watches, step)
+		}
+	}
+}
