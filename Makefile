@@ -37,7 +37,7 @@ export KUBERNETES_MIRROR ?=
 export ETCD_MIRROR ?=
 # make bench SUITES=health
 SUITES ?=
-# make e2e RUNS=5 UPGRADE_FROM=COMMIT, make e2e ONLY= (each scenario of the table), make e2e MODE=Lameduck
+# make e2e RUNS=5 UPGRADE_FROM=COMMIT, make e2e MODE='unprotected|Lameduck'
 RUNS ?= 1
 export ONLY ?= rolling update|node drain
 export MODE ?=
@@ -88,7 +88,7 @@ sim: ## the deterministic simulation: SEEDS of them FROM one, those that once fa
 	@$(BIN)/sim -seeds $(SEEDS) -from $(FROM) -drawn $(DRAWN)
 
 .PHONY: e2e
-e2e: haproxy envoy traefik contour node-packages kubernetes build ## three real nodes, as root, and Lameduck's images on them: the table, e2e.json (RUNS=5, ONLY=regexp); skipped on a laptop without root or packages
+e2e: haproxy envoy traefik contour node-packages kubernetes build ## three real nodes, as root, and Lameduck's images on them: the table, e2e.json (RUNS=5, ONLY=regexp, MODE=regexp); skipped on a laptop without root or packages
 	@echo "== images, made"; $(MAKE) --no-print-directory images VERSION=dev REGISTRY=docker.io/lameduck
 	@echo "== images, checked"; cd tools/release && LAMEDUCK_DIST=$(DIST) LAMEDUCK_VERSION=dev go test -count=1 -timeout 20m -run '^(TestImages|TestTheSameEverywhere|TestArchive|TestPush)$$' .
 	@echo "== test/cluster/machine"; cd test/cluster && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 15m -v ./machine

@@ -54,8 +54,10 @@ func (trusting) Life(context.Context, drain.Pod) (coordinator.Life, error) {
 	return coordinator.Leaving, nil
 }
 
-func (trusting) PodContext(context.Context, string, drain.Pod) (coordinator.PodContext, error) {
-	return coordinator.PodContext{Known: true, Terminating: true, Here: true}, nil
+func (trusting) PodContext(_ context.Context, _ string, pod drain.Pod) (coordinator.PodContext, error) {
+	addresses := map[string]netip.AddrPort{"a": podTarget, "b": b8, "c": netip.MustParseAddrPort("10.1.0.9:0")}
+	return coordinator.PodContext{Known: true, Terminating: true, Here: true,
+		Addresses: []netip.AddrPort{addresses[pod.Name]}}, nil
 }
 
 func (trusting) Uncovered(context.Context, []drain.Service, bool) []string { return nil }

@@ -186,9 +186,8 @@ type Bar struct {
 }
 
 // strangerTime is how long after the deletion of a pod a replica leaves the pod's hooks to others,
-// if it does not know the pod or its address, or another one has more agents. It would ask too few
-// agents, because it knows none of the pod's Services, or would wait for agents that are not
-// connected here.
+// if it does not know the pod, or another one has more agents. It would ask too few agents, because
+// it knows none of the pod's Services, or would wait for agents that are not connected here.
 const strangerTime = 2 * time.Second
 
 // Bar begins the wait of a hook. s is the context of its pod.
@@ -202,7 +201,9 @@ func (c *Core) Bar(now time.Time, who Identity, asked wire.BarrierRequest, s Pod
 		return nil, refusal{http.StatusNotFound, fmt.Sprintf("pod %s is not known here", asked.Pod)}
 	case s.Elsewhere && terminating && !s.NotEnforced && elapsed < min(strangerTime, bound/2):
 		return nil, refusal{http.StatusServiceUnavailable, "another replica has more agents"}
-	case s.Known && len(s.Addresses) == 0 && elapsed < strangerTime:
+	case s.Known && len(s.Addresses) == 0 && terminating && !s.NotEnforced:
+		// Agents ask only for pods whose address they know, so this cache is late. A watch of no
+		// address would be Unknown until the bound.
 		return nil, refusal{http.StatusServiceUnavailable, fmt.Sprintf("no address of pod %s is known here", asked.Pod)}
 	case c.barriers >= c.limits.MaxBarriers:
 		return nil, refusal{http.StatusServiceUnavailable, "too many barriers wait at this replica"}

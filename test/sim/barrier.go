@@ -664,7 +664,7 @@ func (c *coord) passes(x *barred) {
 	case s.Phase == drain.Released && s.Reason == drain.Acknowledged && !p.terminating:
 		for _, a := range c.w.agents {
 			if a.kernel == nil {
-				c.checkDirected(p, s, a)
+				c.checkDirected(p, s, a, false)
 			}
 		}
 	}
@@ -778,7 +778,7 @@ func (c *coord) checkPass(p *pod, by *agent, s drain.Status, why *pass) {
 	}
 	for _, a := range w.agents {
 		if a.kernel == nil {
-			c.checkDirected(p, s, a)
+			c.checkDirected(p, s, a, by == nil)
 			continue
 		}
 		connected := slices.ContainsFunc(c.streams, func(st *stream) bool {
@@ -834,6 +834,7 @@ func (c *coord) checkPass(p *pod, by *agent, s drain.Status, why *pass) {
 func (c *coord) checkMeasured(m coordinator.Measured) {
 	c.w.measure("deletions that were measured: " + m.Reason.String())
 	c.log("%s would have waited for %s: %s", m.Pod.UID, m.Took, m.Reason)
+	defer delete(c.watching, m.Pod.UID)
 	if m.Reason == drain.LastTarget {
 		return // it is judged when the pod is deleted, once
 	}
@@ -842,13 +843,13 @@ func (c *coord) checkMeasured(m coordinator.Measured) {
 
 // checkDirected looks at an agent that directs, when a barrier is passed: whether or not it was
 // asked at the hold, it has let go by now.
-func (c *coord) checkDirected(p *pod, s drain.Status, a *agent) {
+func (c *coord) checkDirected(p *pod, s drain.Status, a *agent, measured bool) {
 	w := c.w
 	connected := slices.ContainsFunc(c.streams, func(st *stream) bool {
 		return st.link.a == a && c.ledger.Current(a.id, st.Number)
 	})
 	_, services, _ := c.services(p)
-	if of, is := c.watching[p.uid]; is {
+	if of, is := c.watching[p.uid]; is && measured {
 		services = of // no Service that this replica learned of later is measured
 	}
 	switch {

@@ -217,6 +217,7 @@ func TestABurstIsNotAWriteEach(t *testing.T) {
 	var writes atomic.Int32
 	dir := t.TempDir()
 	var excluded sync.WaitGroup
+	excluded.Add(100)
 	j, _ := open(t, dir, with(dir, func() error {
 		writes.Add(1)
 		excluded.Wait() // as slow as a disk, so that they meet
@@ -224,7 +225,6 @@ func TestABurstIsNotAWriteEach(t *testing.T) {
 	}))
 	now := time.Now()
 	var wg sync.WaitGroup
-	excluded.Add(100)
 	for i := range 100 {
 		wg.Go(func() {
 			j.Exclude(pod(i), "a/1", now, now.Add(time.Minute))

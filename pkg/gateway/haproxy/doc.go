@@ -91,13 +91,14 @@
 //
 // # Versions
 //
-// Tested with 2.6.12 only. Servers at run time exist since 2.4, before 2.6 in experimental mode
-// (kindTooOld). Columns are found by name, so later versions may work. Before you use one, run this
-// package's tests on it, above all TestRealAnswers and TestReloadsAtAnyMoment: the handling of
-// reloads relies on a master that does not answer while it parses. Every answer, including a
-// refusal, is plain text. "set severity-output number" has no effect through the master, because
-// each command is a new session in the worker. So each answer is compared with the expected text of
-// success. Any other answer is an error with a kind, kindUnknown for an unrecognized text.
+// Tested with 2.6.12 and, by this package's tests, 2.8.25. Servers at run time exist since 2.4,
+// before 2.6 in experimental mode (kindTooOld). Columns are found by name, so later versions may
+// work. Before you use one, run this package's tests on it, above all TestRealAnswers and
+// TestReloadsAtAnyMoment: the handling of reloads relies on a master that does not answer while it
+// parses. Every answer, including a refusal, is plain text. "set severity-output number" has no
+// effect through the master, because each command is a new session in the worker. So each answer is
+// compared with the expected text of success. Any other answer is an error with a kind, kindUnknown
+// for an unrecognized text.
 //
 // Each command uses a new connection with a deadline, and takes about 0.1 ms. The agent half-closes
 // the connection after the command; otherwise the master would wait for another one. The end of the

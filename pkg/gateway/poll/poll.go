@@ -4,7 +4,7 @@
 // One goroutine polls a gateway, on one connection while pods are watched. The generation of a
 // reading is the life of that connection: a process that has ended cannot answer on it. Without
 // watches it lasts for one poll, because a process that another one has replaced may still answer
-// on an old connection (Envoy's hot restart).
+// on an old connection (Envoy's hot restart). While watches overlap, such a process is still read.
 //
 // The answer comes from the gateway's main thread, and its workers apply changes later. A target is
 // therefore Removed only when a request that began a settle time after the first reading without
