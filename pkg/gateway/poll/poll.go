@@ -44,9 +44,10 @@ const (
 	// A pause is also at least watchedShare or idleShare times the duration of a poll. So the
 	// gateway uses at most a fifth of a core for its answers, and a fiftieth while no pod is
 	// watched. Only the poll at the end of a settle time is not put off. A new watch ends the
-	// pause, but not before watchedShare.
+	// pause, but not before watchedShare or wakeMost: a machine without free CPU makes polls long.
 	often, seldom           = 20 * time.Millisecond, time.Second
 	watchedShare, idleShare = 4, 49
+	wakeMost                = 500 * time.Millisecond
 	// timeout bounds one poll. When it expires, all targets are Unknown. A busy Envoy with
 	// thousands of hosts takes more than a second.
 	timeout = 5 * time.Second
@@ -146,7 +147,7 @@ func (g *Gateway) Run(ctx context.Context) error {
 		case <-ctx.Done():
 		case <-timer.C:
 		case <-g.wake:
-			timer.Reset(min(pause, watchedShare*took) - time.Since(ended))
+			timer.Reset(min(pause, watchedShare*took, wakeMost) - time.Since(ended))
 			select {
 			case <-ctx.Done():
 			case <-timer.C:
