@@ -301,7 +301,7 @@ func (g *Gateway) write() error {
 }
 
 // forget deletes servers from the file again if HAProxy refused their definition, because they
-// would make its next start fail. If that fails, the next persist does it.
+// would make its next start fail. If that fails, it is tried again as in persist.
 func (g *Gateway) forget(steps []*step) {
 	for _, s := range steps {
 		if s.op.Want != health.WantRouted || !s.last {
