@@ -107,6 +107,10 @@ func gather(ctx context.Context, o options, kube kubernetes.Interface) (check.Fa
 	if err != nil {
 		unread("pods", err)
 	}
+	// After the shutdown of a node, pods that have ended stay listed.
+	pods = slices.DeleteFunc(pods, func(p corev1.Pod) bool {
+		return p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed
+	})
 	var all replicas
 	for i := range pods {
 		all = append(all, reach(o, kube, &pods[i]))

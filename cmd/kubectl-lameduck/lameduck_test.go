@@ -262,6 +262,28 @@ func TestAskGoesOnWithoutTheSilent(t *testing.T) {
 
 // A drain is told of when it changes, and its end once, also where another coordinator has it for
 // longer, or it was not seen open. What ended before is not told.
+// A coordinator lists the oldest drains of all namespaces. The others are not nothing.
+func TestDrainsThatAreNotListed(t *testing.T) {
+	for open, want := range map[int]string{
+		1:   "Nothing is draining.\n",
+		300: "warning: 299 more drains are open: coordinators list the oldest of all namespaces\n",
+	} {
+		crowded := served(t, "crowded", func(w http.ResponseWriter, _ *http.Request) {
+			view := said("", 10, drainOf("a", "Unrouting", 4, "hap routing")).said
+			view.Drains.Open = open
+			_ = json.NewEncoder(w).Encode(view)
+		})
+		var out, errs bytes.Buffer
+		o := options{timeout: 20 * time.Second, namespace: "another"}
+		if err := drains(t.Context(), o, replicas{crowded}, &out, &errs); err != nil {
+			t.Fatal(err)
+		}
+		if errs.String() != want || out.Len() > 0 {
+			t.Errorf("%d open: %q, %q, want %q", open, &errs, &out, want)
+		}
+	}
+}
+
 func TestWatch(t *testing.T) {
 	view := func(drains []api.Drain, ended ...string) (v api.View) {
 		v = api.View{At: t0.Add(10 * time.Second), Drains: api.Drains{Items: drains}}

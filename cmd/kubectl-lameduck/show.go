@@ -309,13 +309,21 @@ func drains(ctx context.Context, o options, all replicas, out, stderr io.Writer)
 	if err != nil {
 		return err
 	}
-	list := in(merge(answers).Drains, o.namespace)
+	list, more := in(merge(answers).Drains, o.namespace), 0
+	for _, a := range answers {
+		more = max(more, a.said.Drains.Open-len(a.said.Drains.Items))
+	}
 	complain(answers, stderr)
+	if more > 0 {
+		fmt.Fprintf(stderr, "warning: %d more drains are open: coordinators list the oldest of all namespaces\n", more)
+	}
 	if done, err := encode(o, drainList{kind("DrainList"), list}, out); done {
 		return err
 	}
 	if len(list) == 0 {
-		fmt.Fprintln(stderr, "Nothing is draining.")
+		if more == 0 {
+			fmt.Fprintln(stderr, "Nothing is draining.")
+		}
 		return nil
 	}
 	writeDrains(list, o.output == "wide", out)

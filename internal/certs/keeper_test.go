@@ -206,6 +206,11 @@ func TestTheSecretIsDamagedOrGone(t *testing.T) {
 		if err := other.Ready(); err != nil || !slices.Equal(let(), otherLet()) {
 			t.Errorf("without the ConfigMap: %v", err)
 		}
+		former := let()[0]
+		time.Sleep(short.RotateEvery + 3*short.Overlap)
+		if let()[0] == former {
+			t.Error("without the ConfigMap the certificates are not renewed")
+		}
 		if err := kube.CoreV1().Secrets("system").Delete(t.Context(), "kept", metav1.DeleteOptions{}); err != nil {
 			t.Fatal(err)
 		}

@@ -199,7 +199,7 @@ func (c *Core) Bar(now time.Time, who Identity, asked wire.BarrierRequest, s Pod
 		return nil, refusal{http.StatusForbidden, fmt.Sprintf("pod %s is not on the node of %s", asked.Pod, who.Name)}
 	case !s.Known && !terminating:
 		return nil, refusal{http.StatusNotFound, fmt.Sprintf("pod %s is not known here", asked.Pod)}
-	case s.Elsewhere && terminating && !s.NotEnforced && elapsed < min(strangerTime, bound/2):
+	case s.Elsewhere && !s.NotEnforced && elapsed < min(strangerTime, bound/2):
 		return nil, refusal{http.StatusServiceUnavailable, "another replica has more agents"}
 	case s.Known && len(s.Addresses) == 0 && terminating && !s.NotEnforced:
 		// Agents ask only for pods whose address they know, so this cache is late. A watch of no

@@ -577,9 +577,18 @@ func TestAnotherReplicaHasMoreAgents(t *testing.T) {
 		hook := one.hook(pod("a"), func(b *wire.BarrierRequest) { b.ElapsedMillis = strangerTime.Milliseconds() })
 		one.see(t, pod("a"), drain.Idle, true)
 		passed(t, hook, "Acknowledged after 0s")
-		// For a container that is stopped there is no time to ask again.
+		// For a container that is stopped the agent asks twice.
 		near.Terminating = false
-		restart := one.hook(pod("b"), func(b *wire.BarrierRequest) { b.Terminating = false; b.BoundMillis = 2000 })
+		stopped := func(elapsed int64) func(*wire.BarrierRequest) {
+			return func(b *wire.BarrierRequest) {
+				b.Terminating, b.BoundMillis, b.ElapsedMillis = false, 1999, elapsed
+			}
+		}
+		is := <-one.hook(pod("b"), stopped(0))
+		if is.err == nil || !strings.Contains(is.err.Error(), "has more agents") {
+			t.Errorf("the first hook of a restart is told %v", is)
+		}
+		restart := one.hook(pod("b"), stopped(1000))
 		passed(t, restart, "NoAgents after 0s")
 	})
 }

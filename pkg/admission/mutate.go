@@ -150,7 +150,8 @@ func spared(pod *corev1.Pod, place Place) coverage {
 	case mirror:
 		return podMirror
 	case spec.OS != nil && spec.OS.Name == corev1.Windows,
-		spec.NodeSelector[corev1.LabelOSStable] == string(corev1.Windows):
+		spec.NodeSelector[corev1.LabelOSStable] == string(corev1.Windows),
+		spec.SecurityContext != nil && spec.SecurityContext.WindowsOptions != nil:
 		return podWindows
 	case spec.RestartPolicy != corev1.RestartPolicyAlways && spec.RestartPolicy != "", ofJob(pod):
 		return podJob
@@ -428,6 +429,22 @@ func (m *mutator) addProgram() {
 	if s := spec.SecurityContext; s != nil && s.RunAsUser != nil && *s.RunAsUser == 0 {
 		user = ptr.To[int64](nonRoot)
 	}
+	// Seccomp is as the pod has it, as Pod Security restricted demands: an SCC of OpenShift such as
+	// anyuid refuses any profile. A profile of AppArmor that was made for the application need not
+	// let this program write.
+	var seccomp *corev1.SeccompProfile
+	var armor *corev1.AppArmorProfile
+	if s := spec.Containers[0].SecurityContext; s != nil && s.SeccompProfile != nil {
+		seccomp = &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}
+	}
+	if s := spec.SecurityContext; s != nil {
+		if s.SeccompProfile != nil {
+			seccomp = &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}
+		}
+		if s.AppArmorProfile != nil && s.AppArmorProfile.Type == corev1.AppArmorProfileTypeLocalhost {
+			armor = &corev1.AppArmorProfile{Type: corev1.AppArmorProfileTypeRuntimeDefault}
+		}
+	}
 	c := corev1.Container{
 		Name: waitName, Image: m.barrier.Image, ImagePullPolicy: corev1.PullIfNotPresent,
 		Command:      []string{"/lameduck-wait", "--install", waitProgram},
@@ -437,7 +454,8 @@ func (m *mutator) addProgram() {
 			RunAsNonRoot: ptr.To(true), RunAsUser: user, AllowPrivilegeEscalation: ptr.To(false),
 			ReadOnlyRootFilesystem: ptr.To(true),
 			Capabilities:           &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}},
-			SeccompProfile:         &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault},
+			SeccompProfile:         seccomp,
+			AppArmorProfile:        armor,
 		},
 	}
 	empty := len(spec.ImagePullSecrets) == 0

@@ -243,6 +243,9 @@ func TestMutate(t *testing.T) {
 		{"Windows by its field", in(""), webPod(func(p *corev1.Pod) {
 			p.Spec.OS = &corev1.PodOS{Name: corev1.Windows}
 		}), podWindows, nil, ""},
+		{"Windows by its options", in(""), webPod(func(p *corev1.Pod) {
+			p.Spec.SecurityContext = &corev1.PodSecurityContext{WindowsOptions: &corev1.WindowsSecurityContextOptions{}}
+		}), podWindows, nil, ""},
 		{"Windows by its node", in(""), webPod(func(p *corev1.Pod) {
 			p.Spec.NodeSelector = map[string]string{corev1.LabelOSStable: "windows"}
 		}), podWindows, nil, ""},
@@ -372,6 +375,42 @@ func TestProgramTakesNothing(t *testing.T) {
 		got := apply(t, pod, mutate(pod, in("restricted"), "X", testBarrier))
 		if diff := cmp.Diff(c.want, got.Spec.InitContainers[0].SecurityContext.RunAsUser); diff != "" {
 			t.Errorf("the init container's user in a pod of user %v: %s", c.user, diff)
+		}
+	}
+}
+
+// A pod that says nothing of seccomp may be admitted only by an SCC that refuses any profile. A
+// profile of AppArmor on the pod's node is made for its application.
+func TestProgramHasProfilesOnlyWhereThePodHas(t *testing.T) {
+	seccomp := &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}
+	for name, c := range map[string]struct {
+		pod, container *corev1.SecurityContext
+		armor          *corev1.AppArmorProfile
+		want           corev1.SecurityContext
+	}{
+		"nothing": {want: corev1.SecurityContext{}},
+		"seccomp of the pod": {pod: &corev1.SecurityContext{SeccompProfile: seccomp},
+			want: corev1.SecurityContext{SeccompProfile: seccomp}},
+		"seccomp of the container": {container: &corev1.SecurityContext{SeccompProfile: seccomp},
+			want: corev1.SecurityContext{SeccompProfile: seccomp}},
+		"AppArmor of the node": {armor: &corev1.AppArmorProfile{Type: corev1.AppArmorProfileTypeLocalhost},
+			want: corev1.SecurityContext{
+				AppArmorProfile: &corev1.AppArmorProfile{Type: corev1.AppArmorProfileTypeRuntimeDefault}}},
+		"AppArmor of the runtime": {armor: &corev1.AppArmorProfile{Type: corev1.AppArmorProfileTypeRuntimeDefault}},
+	} {
+		pod := webPod(func(p *corev1.Pod) {
+			p.Spec.SecurityContext = &corev1.PodSecurityContext{AppArmorProfile: c.armor}
+			if c.pod != nil {
+				p.Spec.SecurityContext.SeccompProfile = c.pod.SeccompProfile
+			}
+			p.Spec.Containers[0].SecurityContext = c.container
+		})
+		got := apply(t, pod, mutate(pod, in("restricted"), "X", testBarrier)).Spec.InitContainers[0].SecurityContext
+		if diff := cmp.Diff(c.want.SeccompProfile, got.SeccompProfile); diff != "" {
+			t.Errorf("%s: seccomp (-want +got)\n%s", name, diff)
+		}
+		if diff := cmp.Diff(c.want.AppArmorProfile, got.AppArmorProfile); diff != "" {
+			t.Errorf("%s: AppArmor (-want +got)\n%s", name, diff)
 		}
 	}
 }

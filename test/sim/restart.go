@@ -120,8 +120,8 @@ func (a *agent) waitRestart(p *pod, then func()) {
 		if done {
 			return
 		}
-		for ; i < len(a.links); i++ {
-			l := a.links[i]
+		for ; i < 2*len(a.links); i++ {
+			l := a.links[i%len(a.links)]
 			if !l.open() {
 				continue
 			}
@@ -138,11 +138,15 @@ func (a *agent) waitRestart(p *pod, then func()) {
 				w.after(&a.proc, time.Millisecond, fail)
 				return
 			}
-			left := bound - (w.at - began)
+			left, elapsed := bound-(w.at-began), int64(0)
+			if i >= len(a.links) {
+				elapsed = (left.Milliseconds() + 1) / 2
+			}
 			w.send(&a.proc, &c.proc, nil, 0, func() {
 				c.bar(&barred{p: p, a: a, asked: wire.BarrierRequest{
 					Session: session, Pod: p.drainPod(), Targets: p.targets(),
 					Since: a.now().Add(began - w.at).Round(0), BoundMillis: left.Milliseconds(),
+					ElapsedMillis: elapsed,
 				}, answer: func(ok bool, why pass) {
 					w.send(&c.proc, &a.proc, nil, 0, func() {
 						switch {

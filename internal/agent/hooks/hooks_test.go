@@ -11,6 +11,7 @@ import (
 	"net/http/httptest"
 	"net/netip"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -450,6 +451,30 @@ func TestHooksEnd(t *testing.T) {
 					}
 					return wire.BarrierStatus{Reason: "Acknowledged"}, nil
 				}
+			},
+			code: 200, prefix: "Restart", counts: outRestart,
+		},
+		"a container is restarted, and coordinators leave the hook to others": {
+			before: func(n *testNode) {
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.liven = func() (nodepods.Pod, bool, error) {
+					p, _ := nodepods.Read(agenttest.Hooked("a"))
+					return p, false, nil
+				}
+				var taken atomic.Int64
+				n.ask = func(_ context.Context, b wire.BarrierRequest) (wire.BarrierStatus, error) {
+					// As a coordinator does.
+					if b.ElapsedMillis*2 < b.BoundMillis {
+						return wire.BarrierStatus{}, errors.New("another replica has more agents")
+					}
+					taken.Add(1)
+					return wire.BarrierStatus{Reason: "Acknowledged"}, nil
+				}
+				n.Cleanup(func() {
+					if taken.Load() == 0 {
+						n.Error("no coordinator takes it")
+					}
+				})
 			},
 			code: 200, prefix: "Restart", counts: outRestart,
 		},

@@ -74,6 +74,8 @@
 //     pool-max-conn and pool-purge-delay, which the agent therefore gives to every server, they
 //     keep no idle connections; max-reuse cannot be given, so that one added at run time with
 //     "proto h2" takes one request for each connection until the next reload.
+//   - With the global option grace an old worker accepts connections for that long although it says
+//     that it is stopping, and counts as one that does not.
 //   - Kept-alive requests that the worker reads from HTTP/2 connections before it says GOAWAY are
 //     in the rule for old workers: such a connection counts as able to bring requests until it is
 //     closed.

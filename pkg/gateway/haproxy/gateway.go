@@ -36,6 +36,8 @@ type Gateway struct {
 	backends []Backend
 	byPool   map[health.Pool]*Backend
 	wanted   wanted // what the servers file lists, or will once it can be written
+	// sealedOnes are old processes that were found sealed, by pid and start.
+	sealedOnes map[string]bool
 	// unwritten is when the servers file could not be written. Zero: it is as wanted.
 	unwritten time.Time
 	// unused has the targets that the last reading found taken out and without a stream in any
@@ -58,6 +60,8 @@ func New(c Config) (*Gateway, error) {
 		backends: slices.Clone(c.Backends),
 		byPool:   map[health.Pool]*Backend{},
 		wanted:   wanted{},
+
+		sealedOnes: map[string]bool{},
 	}
 	have, err := readFile(g.file)
 	if err != nil {
@@ -502,14 +506,26 @@ func (g *Gateway) remove(ctx context.Context, p process, s *step, x *index) erro
 // half a request or waits for an answer may still bring a request, which would be routed as before.
 //
 // Clients are counted before tunnels. A stopping process accepts no more clients, so each tunnel
-// that is counted later was among them.
+// that is counted later was among them. Both stay so, and listing the sessions of a process that
+// has thousands takes long, so what was found sealed is remembered.
 func (g *Gateway) sealed(ctx context.Context, pid int) (bool, error) {
 	in, err := g.info(ctx, pid)
 	if err != nil || !in.Stopping || in.Clients == 0 {
 		return err == nil && in.Stopping, err
 	}
+	process := fmt.Sprintf("%d %s", pid, in.Start)
+	if g.sealedOnes[process] {
+		return true, nil
+	}
 	tunnels, err := read(ctx, &g.cli, pid, "show sess all", sessBegin, parseTunnels)
-	return err == nil && in.Clients <= tunnels, err
+	if err != nil || in.Clients > tunnels {
+		return false, err
+	}
+	if len(g.sealedOnes) >= 1000 {
+		clear(g.sealedOnes)
+	}
+	g.sealedOnes[process] = true
+	return true, nil
 }
 
 // Observe implements gateway.Directed. The list of processes is read before and after the

@@ -78,7 +78,7 @@ func Plain(o map[string]any) {
 			delete(meta, "labels")
 		}
 	}
-	if o["kind"] == "Deployment" {
+	if o["kind"] == "Deployment" || o["kind"] == "DaemonSet" {
 		delete(o["spec"].(map[string]any)["template"].(map[string]any)["metadata"].(map[string]any), "annotations")
 	}
 }

@@ -115,7 +115,7 @@ barrier:
 			nodeAgents: {`"nodeSelector":{"kubernetes.io/hostname":"node-1","kubernetes.io/os":"linux"}`,
 				`"tolerations":[{"key":"infra","operator":"Exists"}]`, `"affinity":{"nodeAffinity":`,
 				`"requests":{"cpu":"11m","memory":"49Mi"}`, `"limits":{"memory":"257Mi"}`, `"team":"network"`,
-				`"annotations":{"example.com/owner":"node"}`, `"annotations":{"example.com/scrape":"node"}`,
+				`"annotations":{"example.com/owner":"node"}`, `"example.com/scrape":"node"`,
 				`"cost":"node"`},
 			"Job lameduck-system/lameduck-check": {`"kubernetes.io/hostname":"node-1"`, `"key":"infra"`,
 				`"affinity":{"nodeAffinity":`},
