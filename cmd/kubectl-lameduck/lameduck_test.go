@@ -17,8 +17,14 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/spf13/pflag"
+	admissionv1 "k8s.io/api/admissionregistration/v1"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/kubernetes/fake"
+	k8stesting "k8s.io/client-go/testing"
 
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 )
@@ -260,8 +266,6 @@ func TestAskGoesOnWithoutTheSilent(t *testing.T) {
 	}
 }
 
-// A drain is told of when it changes, and its end once, also where another coordinator has it for
-// longer, or it was not seen open. What ended before is not told.
 // A coordinator lists the oldest drains of all namespaces. The others are not nothing.
 func TestDrainsThatAreNotListed(t *testing.T) {
 	for open, want := range map[int]string{
@@ -284,6 +288,60 @@ func TestDrainsThatAreNotListed(t *testing.T) {
 	}
 }
 
+// Coordinators do not know whether the API server asks them.
+func TestExplainWhereNobodyIsAsked(t *testing.T) {
+	configured := func(selectors ...*metav1.LabelSelector) *admissionv1.ValidatingWebhookConfiguration {
+		c := &admissionv1.ValidatingWebhookConfiguration{ObjectMeta: metav1.ObjectMeta{Name: "lameduck"}}
+		for _, s := range selectors {
+			c.Webhooks = append(c.Webhooks, admissionv1.ValidatingWebhook{NamespaceSelector: s})
+		}
+		return c
+	}
+	others := &metav1.LabelSelector{MatchLabels: map[string]string{"team": "b"}}
+	its := &metav1.LabelSelector{MatchLabels: map[string]string{"team": "a"}}
+	for name, c := range map[string]struct {
+		kube *fake.Clientset
+		want string
+	}{
+		"break glass": {fake.NewClientset(), "ValidatingWebhookConfiguration lameduck is missing, or has no entry"},
+		"no entry":    {fake.NewClientset(configured()), "ValidatingWebhookConfiguration lameduck is missing, or has no entry"},
+		"not selected": {fake.NewClientset(configured(others, others)),
+			"no entry of ValidatingWebhookConfiguration lameduck selects namespace shop"},
+		"selected":   {fake.NewClientset(configured(others, its)), ""},
+		"everything": {fake.NewClientset(configured(&metav1.LabelSelector{})), ""},
+	} {
+		if err := c.kube.Tracker().Add(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "shop",
+			Labels: map[string]string{"team": "a"}}}); err != nil {
+			t.Fatal(err)
+		}
+		answering := served(t, "answering", func(w http.ResponseWriter, _ *http.Request) {
+			_ = json.NewEncoder(w).Encode(api.Explanation{Namespace: "shop", Pod: "web", Summary: "It would wait."})
+		})
+		var out, errs bytes.Buffer
+		o := options{timeout: 20 * time.Second, namespace: "shop", pod: "web"}
+		if err := explain(t.Context(), o, c.kube, replicas{answering}, &out, &errs); err != nil {
+			t.Fatal(err)
+		}
+		want := "Pod shop/web: It would wait.\n"
+		if c.want != "" {
+			want = "The API server does not ask Lameduck about this pod, and its deletion is not held: " + c.want +
+				".\nIf it asked:\n" + want
+		}
+		if !strings.HasPrefix(out.String(), want) {
+			t.Errorf("%s: %q, want %q", name, &out, want)
+		}
+	}
+	forbidden := fake.NewClientset()
+	forbidden.PrependReactor("get", "*", func(k8stesting.Action) (bool, runtime.Object, error) {
+		return true, nil, apierrors.NewForbidden(schema.GroupResource{}, "", nil)
+	})
+	if got := unasked(t.Context(), options{timeout: time.Minute, namespace: "shop"}, forbidden); got != "" {
+		t.Errorf("without the right to read: %q", got)
+	}
+}
+
+// A drain is told of when it changes, and its end once, also where another coordinator has it for
+// longer, or it was not seen open. What ended before is not told.
 func TestWatch(t *testing.T) {
 	view := func(drains []api.Drain, ended ...string) (v api.View) {
 		v = api.View{At: t0.Add(10 * time.Second), Drains: api.Drains{Items: drains}}

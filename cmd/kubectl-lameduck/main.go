@@ -57,7 +57,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	case o.command == "report":
 		return report(ctx, o, all, stdout, stderr)
 	case o.command == "explain":
-		return explain(ctx, o, all, stdout, stderr)
+		return explain(ctx, o, kube, all, stdout, stderr)
 	case o.watch:
 		return watchDrains(ctx, o, all, stdout, stderr)
 	default:

@@ -14,10 +14,14 @@ import (
 	"text/tabwriter"
 	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/util/duration"
+	"k8s.io/client-go/kubernetes"
 	"sigs.k8s.io/yaml"
 
+	"github.com/lameduck-io/lameduck/internal/check"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 )
 
@@ -351,9 +355,37 @@ func writeDrains(list []oneDrain, wide bool, out io.Writer) {
 type explained struct {
 	metav1.TypeMeta `json:",inline"`
 	api.Explanation
+	// Unasked is why the API server does not ask Lameduck. The explanation then is without effect.
+	Unasked string `json:"unasked,omitempty"`
 }
 
-func explain(ctx context.Context, o options, all replicas, out, stderr io.Writer) error {
+// unasked returns why the API server asks no coordinator about deletions in a namespace, which
+// coordinators cannot know. Empty: it asks, or the user may not read that.
+func unasked(ctx context.Context, o options, kube kubernetes.Interface) string {
+	ctx, cancel := context.WithTimeout(ctx, o.timeout)
+	defer cancel()
+	all, err := kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(ctx, check.Configuration,
+		metav1.GetOptions{})
+	if apierrors.IsNotFound(err) || err == nil && len(all.Webhooks) == 0 {
+		return "ValidatingWebhookConfiguration " + check.Configuration + " is missing, or has no entry"
+	}
+	if err != nil {
+		return ""
+	}
+	namespace, err := kube.CoreV1().Namespaces().Get(ctx, o.namespace, metav1.GetOptions{})
+	if err != nil {
+		return ""
+	}
+	for _, w := range all.Webhooks {
+		by, err := metav1.LabelSelectorAsSelector(w.NamespaceSelector)
+		if err != nil || by.Matches(labels.Set(namespace.Labels)) {
+			return ""
+		}
+	}
+	return "no entry of ValidatingWebhookConfiguration " + check.Configuration + " selects namespace " + o.namespace
+}
+
+func explain(ctx context.Context, o options, kube kubernetes.Interface, all replicas, out, stderr io.Writer) error {
 	operation := "delete"
 	if o.evict {
 		operation = "evict"
@@ -371,7 +403,7 @@ func explain(ctx context.Context, o options, all replicas, out, stderr io.Writer
 			said = append(said, a.said)
 		}
 	}
-	x := explained{kind("Explanation"), said[0].Join(said[1:]...)}
+	x := explained{kind("Explanation"), said[0].Join(said[1:]...), unasked(ctx, o, kube)}
 	if done, err := encode(o, x, out); done {
 		return err
 	}
@@ -428,6 +460,10 @@ func writeBarrier(b *api.ExplainedBarrier, out io.Writer) {
 }
 
 func writeExplanation(x explained, out io.Writer) {
+	if x.Unasked != "" {
+		fmt.Fprintf(out, "The API server does not ask Lameduck about this pod, and its deletion is not held: %s.\n"+
+			"If it asked:\n", x.Unasked)
+	}
 	fmt.Fprintf(out, "Pod %s/%s: %s\n", x.Namespace, x.Pod, x.Summary)
 	fmt.Fprintf(out, "Reason: %s\n", x.Reason)
 	if x.Drain != nil {
