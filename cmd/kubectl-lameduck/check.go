@@ -247,7 +247,8 @@ func inspect(ctx context.Context, o options, kube kubernetes.Interface, f *check
 	}
 	if in := called(o.namespace, f.Namespaces, e.Selector); e.Mutating && in != "" {
 		var err error
-		if e.Image, err = check.Hook(ctx, kube, in); errors.Is(err, entry.ErrNotAsked) {
+		e.Image, err = check.Hook(ctx, kube, in)
+		if errors.Is(err, entry.ErrNotAsked) || errors.Is(err, check.ErrHost) {
 			e.Silent = err
 		} else if err != nil {
 			f.Unread = append(f.Unread, check.Finding{Level: check.Unknown, Object: e.String(),

@@ -299,12 +299,13 @@ func TestExplainWhereNobodyIsAsked(t *testing.T) {
 	}
 	others := &metav1.LabelSelector{MatchLabels: map[string]string{"team": "b"}}
 	its := &metav1.LabelSelector{MatchLabels: map[string]string{"team": "a"}}
+	const missing = "ValidatingWebhookConfiguration lameduck is missing, or has no entry"
 	for name, c := range map[string]struct {
 		kube *fake.Clientset
 		want string
 	}{
-		"break glass": {fake.NewClientset(), "ValidatingWebhookConfiguration lameduck is missing, or has no entry"},
-		"no entry":    {fake.NewClientset(configured()), "ValidatingWebhookConfiguration lameduck is missing, or has no entry"},
+		"break glass": {fake.NewClientset(), missing},
+		"no entry":    {fake.NewClientset(configured()), missing},
 		"not selected": {fake.NewClientset(configured(others, others)),
 			"no entry of ValidatingWebhookConfiguration lameduck selects namespace shop"},
 		"selected":   {fake.NewClientset(configured(others, its)), ""},

@@ -325,7 +325,11 @@ func (f Facts) entries(add adder) {
 			add(Error, e.String(), restart+", and read their logs",
 				"its path %q has no secret: coordinators write it, and refuse calls without it", path)
 		}
-		if e.Silent != nil {
+		switch {
+		case errors.Is(e.Silent, ErrHost):
+			add(Error, e.String(), "set barrier.execOnly in ConfigMap "+f.System+"/lameduck-coordinator "+
+				"(config.barrier.execOnly of the chart), then restart the coordinators", "%v", e.Silent)
+		case e.Silent != nil:
 			add(Error, e.String(), "kubectl -n "+f.System+" logs -l "+f.Labels, "%v", e.Silent)
 		}
 		f.certificate(add, e, name, restart)

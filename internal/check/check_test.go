@@ -198,6 +198,9 @@ func TestFindings(t *testing.T) {
 			f.Entries[0].Client.Service = &service
 		}, []string{entry0 + `its path "/v1/admit/" has no secret`}},
 		"no answer": {func(f *Facts) { f.Entries[0].Silent = errors.New("not asked") }, []string{entry0 + "not asked"}},
+		"no host in hooks": {func(f *Facts) { f.Entries[2].Silent = fmt.Errorf("%w: forbidden", ErrHost) },
+			[]string{"error MutatingWebhookConfiguration lameduck, namespaces.barrier.lameduck.io: " +
+				"pods with the barrier's httpGet hook are refused: forbidden"}},
 		"another CA": {func(f *Facts) { f.Entries[0].Client.CABundle, _ = signed(t, now.Add(time.Hour)) },
 			[]string{entry0 + "certificate signed by unknown authority"}},
 		"no CA": {func(f *Facts) { f.Entries[0].Client.CABundle = nil },

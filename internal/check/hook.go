@@ -2,11 +2,13 @@ package check
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
@@ -18,6 +20,9 @@ import (
 
 // dryRun is how pods are created that must not exist.
 var dryRun = metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}}
+
+// ErrHost: the API server refuses pods with the barrier's hook of kind httpGet.
+var ErrHost = errors.New("pods with the barrier's httpGet hook are refused")
 
 // testPod returns a pod that Pod Security admits at its strictest level.
 func testPod() *corev1.Pod {
@@ -39,7 +44,9 @@ func testPod() *corev1.Pod {
 // Hook creates a pod in mode enforce as a dry run, in a namespace where a mutating entry is called,
 // and returns the image of lameduck-wait that the coordinator adds. The error wraps
 // [entry.ErrNotAsked] if the API server admits the pod without the hook. With any other error it
-// has refused the pod, so that the hook is not known.
+// has refused the pod, so that the hook is not known. A second pod, without a hook of its own, gets
+// the one of kind httpGet where the namespace's labels allow it. If it is refused, the error wraps
+// [ErrHost]: the cluster forbids by other means what the labels allow.
 func Hook(ctx context.Context, kube kubernetes.Interface, namespace string) (image string, err error) {
 	asked := testPod()
 	asked.Labels = map[string]string{keys.Mode: keys.Enforce}
@@ -63,7 +70,12 @@ func Hook(ctx context.Context, kube kubernetes.Interface, namespace string) (ima
 			image = c.Image
 		}
 	}
-	return image, nil
+	asked.Spec.Containers[0].Lifecycle = nil
+	_, err = kube.CoreV1().Pods(namespace).Create(ctx, asked, dryRun)
+	if apierrors.IsForbidden(err) {
+		err = fmt.Errorf("%w in namespace %s: %w", ErrHost, namespace, err)
+	}
+	return image, err
 }
 
 // tag returns the tag of an image. Empty: it has none.

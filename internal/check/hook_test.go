@@ -8,8 +8,10 @@ import (
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
 
@@ -34,7 +36,9 @@ func creating(t *testing.T, admit func(*corev1.Pod) error) *fake.Clientset {
 
 func TestHook(t *testing.T) {
 	hook := func(p *corev1.Pod) {
-		p.Spec.Containers[0].Lifecycle.PreStop.Exec.Command = []string{"/lameduck/lameduck-wait", "--", "true"}
+		if l := p.Spec.Containers[0].Lifecycle; l != nil {
+			l.PreStop.Exec.Command = []string{"/lameduck/lameduck-wait", "--", "true"}
+		}
 	}
 	for name, c := range map[string]struct {
 		admit func(*corev1.Pod) error
@@ -56,6 +60,20 @@ func TestHook(t *testing.T) {
 		"its own hook is gone": {func(p *corev1.Pod) error { p.Spec.Containers[0].Lifecycle = nil; return nil }, "",
 			entry.ErrNotAsked},
 		"refused": {func(*corev1.Pod) error { return errRefused }, "", errRefused},
+		"refused with the hook of kind httpGet": {func(p *corev1.Pod) error {
+			if p.Spec.Containers[0].Lifecycle == nil {
+				return apierrors.NewForbidden(schema.GroupResource{Resource: "pods"}, "check", errRefused)
+			}
+			hook(p)
+			return nil
+		}, "", ErrHost},
+		"an error with the hook of kind httpGet": {func(p *corev1.Pod) error {
+			if p.Spec.Containers[0].Lifecycle == nil {
+				return errRefused
+			}
+			hook(p)
+			return nil
+		}, "", errRefused},
 	} {
 		image, err := Hook(t.Context(), creating(t, c.admit), "shop")
 		if image != c.image || !errors.Is(err, c.want) || (err == nil) != (c.want == nil) {
