@@ -15,7 +15,8 @@
 // therefore be routed, and is read as routed. An address that is no longer an endpoint stays
 // excluded for 10 s, because the gateway may learn of that later than the agent. An address that is
 // in several pools has one exclusion, and its replacements are in all of these: a connection does
-// not say for which Service it is. If no replacement is left, connections pass.
+// not say for which Service it is. A pool that the pod has left while it stayed in another one
+// counts for 10 s more. If no replacement is left, connections pass.
 //
 // # Nothing stays excluded
 //

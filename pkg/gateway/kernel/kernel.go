@@ -35,6 +35,11 @@ type Gateway struct {
 	// targets has the known keys of each address. The value reports whether the key is to be
 	// routed.
 	targets map[netip.AddrPort]map[health.Key]bool
+	// pools has the pools that each address is in, and those that it has left since it is known.
+	// The time is when it left. Zero: it is in it.
+	pools map[netip.AddrPort]map[health.Pool]time.Time
+	// absent has the known keys that are to be forgotten.
+	absent map[health.Key]bool
 	// excluded has the entries of the map excluded, as written at wrote.
 	excluded map[netip.AddrPort]*entry
 	wrote    time.Time
@@ -48,8 +53,6 @@ type Gateway struct {
 // entry is one exclusion in the map.
 type entry struct {
 	exclusion
-	// pools are the pools that a replacement must belong to.
-	pools map[health.Pool]bool
 	// left is when the last key at the address was no longer to be excluded. Zero: one still is.
 	left time.Time
 	// read reports whether the exclusion was read back.
@@ -112,7 +115,8 @@ func (g *Gateway) prove() error {
 func open(c Config, size uint32) (*Gateway, error) {
 	c.Cgroups, c.Pins = cmp.Or(c.Cgroups, "/sys/fs/cgroup"), cmp.Or(c.Pins, "/sys/fs/bpf/lameduck")
 	g := &Gateway{quiet: map[health.Pool]time.Duration{}, targets: map[netip.AddrPort]map[health.Key]bool{},
-		excluded: map[netip.AddrPort]*entry{}, refused: map[health.Pool]string{}}
+		pools: map[netip.AddrPort]map[health.Pool]time.Time{}, excluded: map[netip.AddrPort]*entry{},
+		absent: map[health.Key]bool{}, refused: map[health.Pool]string{}}
 	for _, s := range c.Services {
 		g.quiet[s.pool()], _ = s.quiet() // checked
 	}
@@ -157,10 +161,10 @@ func (g *Gateway) load() error {
 	var x exclusion
 	entries := g.maps["excluded"].Iterate()
 	for entries.Next(&at, &x) {
-		e := &entry{exclusion: x, pools: map[health.Pool]bool{}, left: time.Now()}
-		for k, routed := range g.targets[at.addrPort()] {
+		e := &entry{exclusion: x, left: time.Now()}
+		for _, routed := range g.targets[at.addrPort()] {
 			if !routed {
-				e.pools[k.Pool], e.left = true, time.Time{}
+				e.left = time.Time{}
 			}
 		}
 		g.excluded[at.addrPort()] = e
@@ -184,6 +188,43 @@ func (g *Gateway) remember(k health.Key, routed bool) {
 		g.targets[k.Target.Addr] = map[health.Key]bool{}
 	}
 	g.targets[k.Target.Addr][k] = routed
+	if g.pools[k.Target.Addr] == nil {
+		g.pools[k.Target.Addr] = map[health.Pool]time.Time{}
+	}
+	g.pools[k.Target.Addr][k.Pool] = time.Time{}
+}
+
+// poolsOf returns the pools that a replacement of addr must belong to: the gateway may mean any of
+// them by a connection to addr. A pool that addr has left counts for settle, and for as long as
+// addr is in no other.
+func (g *Gateway) poolsOf(addr netip.AddrPort, now time.Time) map[health.Pool]bool {
+	all, known := map[health.Pool]bool{}, len(g.targets[addr]) > 0
+	for pool, left := range g.pools[addr] {
+		if !known || left.IsZero() || now.Sub(left) < settle {
+			all[pool] = true
+		}
+	}
+	return all
+}
+
+// elsewhere reports whether the address of k is not in its pool, or has left it, and the same pod
+// is known there in another pool. Whether the pod is routed, and what runs on it, is then what that
+// key says.
+func (g *Gateway) elsewhere(k health.Key) bool {
+	_, known := g.targets[k.Target.Addr][k]
+	left, was := g.pools[k.Target.Addr][k.Pool]
+	return !known && was && !left.IsZero() && g.sibling(k, func(health.Key) bool { return true })
+}
+
+// sibling reports whether the pod of k is known at the same address in another pool, by a key of
+// which is is true.
+func (g *Gateway) sibling(k health.Key, is func(health.Key) bool) bool {
+	for other := range g.targets[k.Target.Addr] {
+		if other.Target.UID == k.Target.UID && other.Pool != k.Pool && is(other) {
+			return true
+		}
+	}
+	return false
 }
 
 // note remembers k, in the map too.
@@ -214,12 +255,22 @@ func keyOf(k health.Key) (key targetKey, err error) {
 }
 
 func (g *Gateway) forget(k health.Key) error {
+	delete(g.absent, k)
 	if _, known := g.targets[k.Target.Addr][k]; !known {
 		return nil
 	}
-	delete(g.targets[k.Target.Addr], k)
-	if len(g.targets[k.Target.Addr]) == 0 {
-		delete(g.targets, k.Target.Addr)
+	addr := k.Target.Addr
+	delete(g.targets[addr], k)
+	if !slices.ContainsFunc(slices.Collect(maps.Keys(g.targets[addr])), func(other health.Key) bool {
+		return other.Pool == k.Pool
+	}) {
+		g.pools[addr][k.Pool] = time.Now()
+	}
+	if len(g.targets[addr]) == 0 {
+		delete(g.targets, addr)
+		if g.excluded[addr] == nil {
+			delete(g.pools, addr)
+		}
 	}
 	key, err := keyOf(k)
 	if err == nil {
@@ -254,6 +305,13 @@ func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 	gone := map[health.Key]bool{}
 	for i := range ops {
 		ops[i].Key = canonical(ops[i].Key)
+		if k := ops[i].Key; ops[i].Want == health.WantAbsent {
+			g.absent[k] = true
+		} else {
+			delete(g.absent, k)
+		}
+	}
+	for i := range ops {
 		op, k := ops[i], ops[i].Key
 		if _, known := g.quiet[k.Pool]; !known {
 			failed[op] = fmt.Errorf("no pool %q", k.Pool)
@@ -268,7 +326,14 @@ func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 				failed[op] = fmt.Errorf("not redirected: %s", g.refusal(k.Pool))
 			}
 		case health.WantAbsent:
-			failed[op], gone[k] = g.exclude(k), true
+			if !g.sibling(k, func(other health.Key) bool { return !g.absent[other] }) {
+				failed[op], gone[k] = g.exclude(k), true
+				break
+			}
+			// The pod has left one Service. It is routed or excluded for another.
+			if !g.elsewhere(k) {
+				failed[op] = cmp.Or(g.note(k, false), g.forget(k))
+			}
 		default:
 		}
 	}
@@ -307,9 +372,8 @@ func (g *Gateway) exclude(k health.Key) error {
 		return g.note(k, false)
 	}
 	if g.excluded[addr] == nil {
-		g.excluded[addr] = &entry{pools: map[health.Pool]bool{}}
+		g.excluded[addr] = &entry{}
 	}
-	g.excluded[addr].pools[k.Pool] = true
 	return g.note(k, false)
 }
 
@@ -352,6 +416,9 @@ func (g *Gateway) write(now time.Time) map[netip.AddrPort]error {
 			continue
 		}
 		delete(g.excluded, addr)
+		if len(g.targets[addr]) == 0 {
+			delete(g.pools, addr)
+		}
 	}
 	// Existing exclusions come first: an address that is newly excluded may be the last replacement
 	// of one of them.
@@ -362,10 +429,10 @@ func (g *Gateway) write(now time.Time) map[netip.AddrPort]error {
 		e := g.excluded[addr]
 		out := e.left.IsZero()
 		next := e.exclusion
-		if len(e.pools) > 0 { // otherwise it is of an agent before this one
-			pools := name(e.pools)
+		if in := g.poolsOf(addr, now); len(in) > 0 { // otherwise it is of an agent before this one
+			pools := name(in)
 			if standIns[pools] == nil {
-				standIns[pools] = g.standIns(e.pools)
+				standIns[pools] = g.standIns(in)
 			}
 			next.Count = uint32(copy(next.Replacements[:], e.replacements(addr, standIns[pools])))
 			clear(next.Replacements[next.Count:])
@@ -538,13 +605,12 @@ func (g *Gateway) count() (map[netip.AddrPort]int, error) {
 // That applies to connections to an excluded address, and to a redirected one whose original
 // address, meant, is routed again. 0: the connection must stay.
 func (g *Gateway) mayClose(to, meant netip.AddrPort) (quiet time.Duration) {
-	pools := map[health.Pool]bool{}
-	if e := g.excluded[to]; e != nil && e.Count > 0 {
-		pools = e.pools
-	} else {
+	pools := g.pools[to] // those that it has left, too: the connection may be of their clients
+	if e := g.excluded[to]; e == nil || e.Count == 0 {
+		pools = map[health.Pool]time.Time{}
 		for k, routed := range g.targets[meant] {
 			if routed {
-				pools[k.Pool] = true
+				pools[k.Pool] = time.Time{}
 			}
 		}
 	}
@@ -624,7 +690,8 @@ func (g *Gateway) Observe(ctx context.Context, keys []health.Key) (health.Observ
 	}
 	for _, k := range keys {
 		seen := o.Seen[k]
-		if n := count[canonical(k).Target.Addr]; n > 0 && (seen.Routed || !g.replaced(canonical(k))) {
+		at := canonical(k)
+		if n := count[at.Target.Addr]; n > 0 && !g.elsewhere(at) && (seen.Routed || !g.replaced(at)) {
 			seen.Present, seen.Active = true, n
 			o.Seen[k] = seen
 		}
@@ -638,6 +705,8 @@ func (g *Gateway) seen(k health.Key, holds bool, now time.Time) health.Seen {
 	routed, known := g.targets[k.Target.Addr][k]
 	e := g.excluded[k.Target.Addr]
 	switch {
+	case g.elsewhere(k):
+		return health.Seen{Missing: true}
 	case !routed && g.replaced(k):
 		return health.Seen{Present: known, Missing: true}
 	case known:

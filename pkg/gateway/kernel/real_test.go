@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"net/netip"
@@ -521,6 +522,109 @@ func TestOnePodOfTwoServices(t *testing.T) {
 	}
 	if e := g.excluded[a]; e.Count != 1 || e.Replacements[0] != addressOf(c) {
 		t.Errorf("the replacements are %v", e.Replacements[:e.Count])
+	}
+}
+
+// A pod that one Service has left stays routed for the other. When it is drained later, the Service
+// that it left asks nothing of its replacements: there may be no pod that is in both.
+func TestAPodThatHasLeftOneOfTwoServices(t *testing.T) {
+	p := newPod(t, false)
+	p.config.Services = append(p.config.Services, Service{Service: "shop/api"})
+	g := p.open(t)
+	a, b, c := listen(t, "127.0.86.1"), listen(t, "127.0.86.2"), listen(t, "127.0.86.3")
+	apply(t, g, health.WantRouted, a, b)
+	left := key(a)
+	left.Pool = "shop/api:"
+	also := left
+	also.Target.Addr = c
+	do := func(ops ...health.Op) {
+		t.Helper()
+		if err := g.Apply(t.Context(), ops); err != nil {
+			t.Fatal(err)
+		}
+	}
+	do(health.Op{Key: left, Want: health.WantRouted}, health.Op{Key: also, Want: health.WantRouted})
+	for range 2 {
+		do(health.Op{Key: left, Want: health.WantAbsent})
+		if seen := see(t, g, left); !seen.Missing || seen.Present || seen.Routed {
+			t.Errorf("in the Service that it left it is seen as %+v", seen)
+		}
+		if seen := see(t, g, key(a)); !seen.Routed {
+			t.Errorf("it is seen as %+v", seen)
+		}
+	}
+	// The gateway may still mean that Service.
+	do(health.Op{Key: key(a), Want: health.WantRemoved})
+	if seen := see(t, g, key(a)); !seen.Routed {
+		t.Errorf("with a replacement of one Service it is seen as %+v", seen)
+	}
+	g.pools[a][left.Pool] = time.Now().Add(-settle)
+	for range 2 {
+		do(health.Op{Key: key(a), Want: health.WantRemoved}, health.Op{Key: left, Want: health.WantAbsent})
+		if seen := see(t, g, key(a)); seen.Routed {
+			t.Errorf("%s later it is seen as %+v", settle, seen)
+		}
+		if e := g.excluded[a]; e.Count != 1 || e.Replacements[0] != addressOf(b) {
+			t.Errorf("the replacements are %v", e.Replacements[:e.Count])
+		}
+	}
+}
+
+// A pod that ends leaves all its Services. What any of them asks of replacements and of open
+// connections holds for as long as a connection is open.
+func TestAPodThatLeavesBothServices(t *testing.T) {
+	p := newPod(t, false)
+	p.config.Services = append(p.config.Services, Service{Service: "shop/api"})
+	g, dials := p.open(t), p.child(t, "dial")
+	a, b, c := listen(t, "127.0.87.1"), listen(t, "127.0.87.2"), listen(t, "127.0.87.3")
+	do := func(want health.Want, each bool, all ...netip.AddrPort) {
+		t.Helper()
+		var ops []health.Op
+		for _, at := range all {
+			for _, pool := range []health.Pool{"shop/api:", web} {
+				k := key(at)
+				k.Pool = pool
+				ops = append(ops, health.Op{Key: k, Want: want})
+			}
+		}
+		if !each {
+			if err := g.Apply(t.Context(), ops); err != nil {
+				t.Fatal(err)
+			}
+			return
+		}
+		for _, op := range ops {
+			if err := g.Apply(t.Context(), []health.Op{op}); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	both := map[health.Pool]bool{"shop/api:": true, web: true}
+	do(health.WantRouted, false, a, b)
+	apply(t, g, health.WantRouted, c)
+	dials.ask("4 %s", a)
+	do(health.WantRemoved, false, a)
+	for _, each := range []bool{false, true} { // as the operations come, and as they are tried again
+		do(health.WantAbsent, each, a)
+		if got := g.poolsOf(a, time.Now().Add(2*settle)); !maps.Equal(got, both) || len(g.targets[a]) != 2 {
+			t.Errorf("with an open connection: %v, %v", got, g.targets[a])
+		}
+		if e := g.excluded[a]; e.Count != 1 || e.Replacements[0] != addressOf(b) {
+			t.Errorf("the replacements are %v", e.Replacements[:e.Count])
+		}
+	}
+	dials.ask("close")
+	planes.Until(t, "it is forgotten", func() bool {
+		do(health.WantAbsent, false, a)
+		return len(g.targets[a]) == 0
+	})
+	if got := g.poolsOf(a, time.Now().Add(2*settle)); !maps.Equal(got, both) {
+		t.Errorf("afterwards: %v", got)
+	}
+	g.excluded[a].Expires = 1
+	g.write(time.Now())
+	if g.pools[a] != nil || len(g.absent) != 0 {
+		t.Errorf("left are %v and %v", g.pools[a], g.absent)
 	}
 }
 
