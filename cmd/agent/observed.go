@@ -48,6 +48,9 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 	if a, ok := g.(gateway.Auditor); ok {
 		metrics.Audits(registry, a.Audits)
 	}
+	if r, ok := g.(gateway.Reader); ok {
+		metrics.Failures(registry, r.Failures)
+	}
 	news := signal.New() // what coordinators are told may have changed
 	watched := observation.New(g, news.Raise, metrics.NewPropagation(registry, o.kind.Name(), o.nodeName), registry,
 		log)

@@ -104,6 +104,11 @@ type Cleaner interface {
 	Clean(targets []netip.AddrPort) error
 }
 
+// Reader is an [Observed] that reads its gateway again and again, and counts readings that failed.
+type Reader interface {
+	Failures() uint64
+}
+
 // Auditor is an [Observed] that follows changes, and compares what it has followed with the data
 // plane from time to time.
 type Auditor interface {

@@ -14,6 +14,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
+const gatewayErrors = "lameduck_agent_gateway_errors_total"
+
 // Directed are the metrics of an agent that directs a gateway. It implements the observer
 // interfaces of the director, the probes and the client.
 type Directed struct {
@@ -46,7 +48,7 @@ func NewDirected(r prometheus.Registerer, set *health.Set) *Directed {
 		applying: times("lameduck_agent_apply_duration_seconds",
 			"Time to apply one batch of operations to the gateway."),
 		reading: times("lameduck_agent_read_duration_seconds", "Time to read the gateway once."),
-		failed: counters("lameduck_agent_gateway_errors_total",
+		failed: counters(gatewayErrors,
 			"Batches and readings that the gateway did not carry out.", "call"),
 		unlearned: factory.NewCounter(prometheus.CounterOpts{
 			Name: "lameduck_agent_unlearned_starts_total",
@@ -227,6 +229,15 @@ func result(err error) string {
 		return "error"
 	}
 	return "ok"
+}
+
+// Failures registers the number of readings of an observed gateway that failed, under the name that
+// directed ones have.
+func Failures(r prometheus.Registerer, failures func() uint64) {
+	r.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
+		Name: gatewayErrors, ConstLabels: prometheus.Labels{"call": "read"},
+		Help: "Readings that the gateway did not answer.",
+	}, func() float64 { return float64(failures()) }))
 }
 
 // Audits registers how often the agent's state was compared with the data plane.

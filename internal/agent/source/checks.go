@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"log/slog"
+	"maps"
 	"sync"
 	"time"
 
@@ -123,17 +124,19 @@ func (c *Checks) heard(s *corev1.Service, gone bool) {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	maps.DeleteFunc(c.refused, func(of annotation, text string) bool {
+		now, given := s.Annotations[of.key]
+		return of.service == name && (gone || !given || now != text)
+	})
 	for _, pool := range pools {
 		key := health.CheckAnnotationOf(c.ports[pool].Name)
 		text, given := s.Annotations[key]
 		if !given {
-			delete(c.refused, annotation{name, key})
 			key = health.CheckAnnotation
 			text, given = s.Annotations[key]
 		}
 		from := annotation{name, key}
 		if !given || gone {
-			delete(c.refused, from)
 			c.set.SetCheck(time.Now(), pool, c.ofFile[pool])
 			continue
 		}
@@ -146,7 +149,6 @@ func (c *Checks) heard(s *corev1.Service, gone bool) {
 			}
 			continue
 		}
-		delete(c.refused, from)
 		c.set.SetCheck(time.Now(), pool, check)
 	}
 	c.wake()

@@ -63,6 +63,9 @@ func TestChecksGoBackToTheFile(t *testing.T) {
 		s.Annotations[health.CheckAnnotation+"."+port] = check
 		return s
 	}
+	each := of("", "admin", "{path: /y}")
+	delete(each.Annotations, health.CheckAnnotation)
+	each.Annotations[health.CheckAnnotation+".http"] = "{path: /v}"
 	const ofFile, annotated = "map[admin:/admin other:/other web:/web]", "map[admin:/x other:/other web:/x]"
 	for _, step := range []struct {
 		what    string
@@ -85,6 +88,8 @@ func TestChecksGoBackToTheFile(t *testing.T) {
 		{"of one port, refused", of("{path: /z}", "admin", "{path: y}"), false, "map[admin:/y other:/other web:/z]", 1},
 		{"of all, refused", of("{path: z}", "admin", "{path: /y}"), false, "map[admin:/y other:/other web:/z]", 1},
 		{"of one port, taken away", service("{path: /x}"), false, annotated, 0},
+		{"of all, refused again", service("{path: z}"), false, annotated, 1},
+		{"of each port", each, false, "map[admin:/y other:/other web:/v]", 0},
 		{"of one port, that nothing routes to", of("", "metrics", "{path: y}"), false, ofFile, 0},
 	} {
 		c.heard(step.heard, step.gone)

@@ -217,13 +217,17 @@ func (o *Observer) readLegacyOnce() (again bool) {
 				if err == nil {
 					whole[family] = g.complete()
 				}
+				failed := ""
 				switch {
 				case err == nil && watched:
 					state, graph = legacyRead, g
-				case err == nil:
-				case !errors.Is(err, errMoved):
-					o.log.Warn("read the legacy rules of iptables: no target can become Removed", "error", err)
+				case err != nil && !errors.Is(err, errMoved):
+					failed = err.Error()
 				}
+				if failed != "" && failed != o.legacyFailed[family] {
+					o.log.Warn("read the legacy rules of iptables: no target can become Removed", "error", failed)
+				}
+				o.legacyFailed[family] = failed
 			}
 		}
 		o.mu.Lock()

@@ -57,6 +57,8 @@ type Observer struct {
 	// legacyWhole is whether kube-proxy had written them at the last look, by family; absent: not
 	// looked.
 	legacyWhole map[uint8]bool
+	// legacyFailed is the last error of reading them, by family. Only the loop that reads uses it.
+	legacyFailed map[uint8]string
 	// present is when kube-proxy's rules were last there, and absent the last answer of Absent.
 	present time.Time
 	absent  bool
@@ -92,7 +94,8 @@ func New(options Options) *Observer {
 		log: options.Log, boot: rand.Text()[:8], netns: options.NetNS, buffer: buffer, every: auditEvery,
 		watches: map[*Watch]struct{}{}, going: map[netip.AddrPort]int{}, wake: signal.New(),
 		regroup: signal.New(), legacy: map[uint8]legacyState{}, legacyWhole: map[uint8]bool{},
-		wakeLegacy: signal.New(),
+		legacyFailed: map[uint8]string{},
+		wakeLegacy:   signal.New(),
 	}
 	if o.log == nil {
 		o.log = slog.New(slog.DiscardHandler)

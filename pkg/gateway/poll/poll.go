@@ -31,6 +31,7 @@ import (
 	"net/url"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/signal"
@@ -91,6 +92,7 @@ type Gateway struct {
 	hosts   []Host // of the last poll, nil if it failed
 	wake    signal.Signal
 	failing bool
+	failed  atomic.Uint64
 	// uncounted is the last error of reading sockets, and named has the names that were logged.
 	// Only Run uses these two.
 	uncounted string
@@ -99,6 +101,9 @@ type Gateway struct {
 
 // Population implements gateway.Observed.
 func (g *Gateway) Population() string { return g.name }
+
+// Failures implements gateway.Reader.
+func (g *Gateway) Failures() uint64 { return g.failed.Load() }
 
 // Absent implements gateway.Observed: a gateway that does not answer may send.
 func (g *Gateway) Absent() bool { return false }
@@ -119,6 +124,9 @@ func (g *Gateway) Run(ctx context.Context) error {
 			hosts, err = c.poll(ctx, g.read)
 		}
 		if ctx.Err() == nil {
+			if err != nil {
+				g.failed.Add(1)
+			}
 			g.adopt(hosts, err, began, fmt.Sprintf("%s.%d", boot, lives))
 		}
 		ended := time.Now()
@@ -132,8 +140,9 @@ func (g *Gateway) Run(ctx context.Context) error {
 		if watched {
 			pause = max(often, watchedShare*took)
 		}
+		ends := c != nil && c.ends // what comes next is another generation, and has to settle, too
 		for w := range g.watches {
-			if w.settling {
+			if w.settling && !ends {
 				pause = min(pause, time.Until(w.since.Add(g.settle)))
 			}
 		}

@@ -78,6 +78,18 @@ func TestRemovedNeedsAnAnswerAfterTheSettleTime(t *testing.T) {
 	planes.Await(t, w, health.Idle)
 }
 
+// An alert counts readings that fail.
+func TestReadingsThatFailAreCounted(t *testing.T) {
+	p := start(t, "routing", 0)
+	w := p.g.Watch([]netip.AddrPort{target}, func() {})
+	defer w.Close()
+	planes.Await(t, w, health.Routing)
+	was := p.g.Failures()
+	p.s.CloseClientConnections()
+	p.s.Close()
+	planes.Until(t, "readings fail", func() bool { return p.g.Failures() > was+1 })
+}
+
 // A gateway that has not learned of a pod looks as one that has removed it. If it read Routing
 // meanwhile, it would count as one that has sent to the pod, and its Removed at once.
 func TestAPodThatWasNeverListedIsNeverRouting(t *testing.T) {
