@@ -171,7 +171,8 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	missing := missingOf(mutator, watch.synced)
 	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "lameduck_barrier_missing_pods",
-		Help: "Pods that ask for the barrier and were created without it, because no coordinator answered.",
+		Help: "Pods that ask for the barrier and were created without it, because no coordinator answered or their " +
+			"namespace was labeled later.",
 	}, func() float64 { return float64(len(missing())) }))
 	door := proof.door
 	secure := &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: proof.certificate}

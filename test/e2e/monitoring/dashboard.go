@@ -286,7 +286,9 @@ var Rows = []Row{
 func Selectors(rules string, nodes bool) (all []string) {
 	alternatives := regexp.MustCompile(`^(.*)=~"([A-Za-z|]+)"(.*)$`)
 	for _, s := range regexp.MustCompile(`lameduck_[a-z_]+(\{[^}]*\})?`).FindAllString(rules, -1) {
-		if strings.HasPrefix(s, "lameduck_barrier_waits_total") != nodes {
+		ofNodes := strings.HasPrefix(s, "lameduck_barrier_waits_total") ||
+			strings.HasPrefix(s, "lameduck_agent_audits_total")
+		if ofNodes != nodes {
 			continue
 		}
 		m := alternatives.FindStringSubmatch(s)
