@@ -21,7 +21,7 @@ import (
 // dryRun is how pods are created that must not exist.
 var dryRun = metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}}
 
-// ErrHost: the API server refuses pods with the barrier's hook of kind httpGet.
+// ErrHost means that the API server refuses pods with the barrier's hook of kind httpGet.
 var ErrHost = errors.New("pods with the barrier's httpGet hook are refused")
 
 // testPod returns a pod that Pod Security admits at its strictest level.

@@ -300,12 +300,16 @@ func (c *Coordinator) View(drains, reports int) api.View {
 	for _, uid := range facing {
 		if b, ok := c.barrierOf(uid); ok {
 			v.Barriers.Items = append(v.Barriers.Items, b)
+		} else {
+			v.Barriers.Open-- // it has ended since
 		}
 	}
 	v.TargetHealth = c.targetHealth.view(v.Agents.Items)
 	for _, uid := range oldest {
 		if d, ok := c.drain(uid, reports); ok {
 			v.Drains.Items = append(v.Drains.Items, d)
+		} else {
+			v.Drains.Open--
 		}
 	}
 	return v

@@ -13,6 +13,7 @@ let drawn = ''; // the view without its time, to see what is new
 let skew = 0; // the replica's clock minus ours
 let seen = 0; // our clock, when the last word came
 let live = false;
+let fault = ''; // why there was no answer
 let allOutcomes = false;
 let allHealth = false;
 let waiting = null; // what ends the wait before the next try
@@ -33,6 +34,7 @@ async function follow() {
       take(await response.json());
     } catch (e) {
       // Whatever it was: it is tried again, and the page says since when it knows nothing.
+      fault = ': ' + e.message;
       setLive(false);
       pause = retry;
     }
@@ -48,6 +50,7 @@ async function failure(response) {
 
 function take(said) {
   seen = Date.now();
+  fault = '';
   skew = Date.parse(said.at) - seen;
   setLive(true);
   const at = said.at;
@@ -60,13 +63,13 @@ function take(said) {
   // A fault of ours must not look like a connection that is lost.
   try {
     if (news) draw();
-    else { drawVerdict(view); drawTiles(view); } // time passes: an agent becomes late, and what went wrong is long ago
+    else { drawVerdict(view); drawTiles(view); announce(view); } // time passes: an agent becomes late, and what went wrong is long ago
   } catch (e) { reportError(e); }
 }
 
 // filled gives a view what a replica of the version before does not tell: a page outlives its replica, and goes on with another one.
 function filled(v) {
-  v.barriers ??= { open: 0, items: [], hooks: 0 };
+  v.barriers = { open: 0, items: [], hooks: 0, missing: 0, missingPods: [], ...v.barriers };
   v.with ??= [];
   v.silent ??= [];
   v.targetHealth = { reported: false, agents: 0, untold: 0, known: 0, all: {}, services: [], ...v.targetHealth };
@@ -92,6 +95,7 @@ function setLive(now) {
 async function askToken(response) {
   const had = token !== '';
   token = '';
+  fault = '';
   view = null;
   live = false;
   $('main').hidden = true;
@@ -279,7 +283,7 @@ function drawVerdict(v) {
     const a = agents[0], { namespace, name } = podOf(a.name);
     kind = 'bad';
     text = [a.name + (a.state === 'missing' ? ' is not connected' : ' is suspended: deletions no longer wait for it'), a.since && a.state === 'missing' ? [', for ', age(a.since)] : '',
-      agents.length > 1 ? ', and ' + (agents.length - 1) + ' more' : '', a.state === 'missing' ? '. Deletions of what it routes wait for it.' : '.'].flat();
+      agents.length > 1 ? ', and ' + (agents.length - 1) + ' more' : '', a.state !== 'missing' ? '.' : a.ready ? '. Deletions of what it routes wait for it.' : '. Its pod is not ready: deletions do not wait for it, and its gateway may still send to pods that stop.'].flat();
     todo = ['Its pod: ', command('kubectl -n ' + namespace + ' describe pod ' + name), ' (runbook: ' + (a.state === 'missing' ? 'LameduckAgentMissing' : 'LameduckAgentSuspended') + ')'];
   } else if (open.length) {
     const s = open[0];
@@ -290,6 +294,14 @@ function drawVerdict(v) {
     kind = 'warn';
     text = [bad[0].namespace + '/' + bad[0].pod + ' went ', age(bad[0].at), ' ago without every acknowledgement: ' + bad[0].reason + (bad.length > 1 ? ', and ' + (bad.length - 1) + ' more' : '') + '.'];
     todo = [bad[0].silent.length ? 'Silent: ' + bad[0].silent.join(', ') + '. ' : '', 'Its requests may have been lost. See "How they ended" (' + (entries[bad[0].reason] ? 'runbook: ' + entries[bad[0].reason] : 'docs/reasons.md: ' + bad[0].reason) + ').'];
+  } else if (v.silent.length) {
+    kind = 'warn';
+    text = ['What ' + v.silent.join(', ') + (v.silent.length > 1 ? ' know' : ' knows') + ' is missing here: ' + (v.silent.length > 1 ? 'these coordinators do' : 'this coordinator does') + ' not answer.'];
+    todo = [command('kubectl lameduck status'), ' asks each one through the API server.'];
+  } else if (v.barriers.missing) {
+    kind = 'warn';
+    text = [plural(v.barriers.missing, 'pod asks', 'pods ask') + ' for the barrier and ' + (v.barriers.missing > 1 ? 'were' : 'was') + ' created without it: ' + v.barriers.missingPods.slice(0, 3).join(', ') + (v.barriers.missing > 3 ? ' and more' : '') + '.'];
+    todo = ['Restart what they belong to (runbook: LameduckBarrierMissing).'];
   } else if (v.drains.open || atBarrier(v)) {
     kind = 'calm';
     const parts = [];
@@ -302,7 +314,7 @@ function drawVerdict(v) {
     todo = ['An agent stands beside a gateway. Its pod has the label ', command('lameduck.io/agent'), '.'];
   } else {
     kind = 'good';
-    text = ['Nothing is draining, and all is well: ' + plural(v.agents.expected - v.agents.missing, 'gateway is', 'gateways are') + ' connected.'];
+    text = ['Nothing is draining, and all is well' + (v.targetHealth.all.unhealthy ? ', but for ' + plural(v.targetHealth.all.unhealthy, 'target that is', 'targets that are') + ' unhealthy' : '') + ': ' + plural(v.agents.expected - v.agents.missing, 'gateway is', 'gateways are') + ' connected.'];
   }
   if ($('verdict').dataset.kind !== kind) $('verdict').dataset.kind = kind;
   const sign = (parts) => JSON.stringify(parts.map((p) => p.dataset ? p.dataset.since || p.dataset.until || p.textContent : p));
@@ -647,7 +659,7 @@ function tick() {
   const connection = $('connection');
   const state = live ? 'live' : view ? 'lost' : 'connecting';
   if (connection.dataset.state !== state) connection.dataset.state = state;
-  set('connection-text', live ? 'Live' : view ? 'Connection lost, last seen ' + whole((Date.now() - seen) / 1000) + ' ago' : $('token-form').hidden ? 'Connecting' : 'Not signed in');
+  set('connection-text', live ? 'Live' : view ? 'Connection lost, last seen ' + whole((Date.now() - seen) / 1000) + ' ago' : ($('token-form').hidden ? 'Connecting' : 'Not signed in') + fault);
   if (!live) return; // what is old does not age
   cover();
   for (const e of document.querySelectorAll('.age')) {
@@ -663,14 +675,15 @@ function tick() {
 }
 
 // announce tells those who listen when the number of drains has changed or something went wrong, and not more often than every 5 s.
-let told = { drains: 0, barriers: 0, bad: null, open: '', at: 0 }, later = null;
+let told = { drains: 0, barriers: 0, bad: null, open: '', late: '', away: 0, at: 0 }, later = null;
 function announce(v) {
   const bad = v.outcomes.filter((o) => o.abnormal);
   const newest = bad.length ? bad[0].uid + bad[0].at : '';
   if (told.bad === null) told.bad = newest;
   const waits = atBarrier(v);
   const open = v.targetHealth.services.filter((s) => s.failingOpen).map((s) => s.namespace + '/' + s.name).join(', ');
-  if (v.drains.open === told.drains && waits === told.barriers && newest === told.bad && open === told.open) return;
+  const late = owing(v).find((o) => o.late)?.w.agent ?? '', away = v.agents.missing + v.agents.suspended;
+  if (v.drains.open === told.drains && waits === told.barriers && newest === told.bad && open === told.open && late === told.late && away === told.away) return;
   const rest = told.at + 5000 - Date.now();
   if (rest > 0) {
     if (!later) later = setTimeout(() => { later = null; if (view) announce(view); }, rest); // there is none where a token has expired meanwhile
@@ -680,7 +693,9 @@ function announce(v) {
   if (waits !== told.barriers) text += waits ? ' ' + plural(waits, 'pod waits', 'pods wait') + ' to stop.' : ' No pod waits to stop any more.';
   if (open !== told.open) text += open ? ' ' + open + ' fails open.' : ' No Service fails open any more.';
   if (newest && newest !== told.bad) text += ' ' + bad[0].pod + ' was deleted without every acknowledgement: ' + bad[0].reason + '.';
-  told = { drains: v.drains.open, barriers: waits, bad: newest, open, at: Date.now() };
+  if (late !== told.late) text += late ? ' ' + late + ' is late.' : ' No gateway is late any more.';
+  if (away !== told.away) text += away ? ' ' + plural(away, 'agent is', 'agents are') + ' not connected, or suspended.' : ' All agents are connected.';
+  told = { drains: v.drains.open, barriers: waits, bad: newest, open, late, away, at: Date.now() };
   set('announce', text.trim());
 }
 
@@ -692,8 +707,8 @@ async function cover() {
   covered = Date.now();
   showObserved();
   try {
-    const response = await fetch('v1/coverage', { headers: authorization(), cache: 'no-store' });
-    if (!response.ok) return; // the view says whether there is a connection
+    const response = await fetch('v1/coverage', { headers: authorization(), signal: AbortSignal.timeout(silence), cache: 'no-store' });
+    if (!response.ok) throw new Error(await failure(response));
     const c = await response.json();
     set('coverage-note', c.uncovered ? 'Deletions of these Services\' pods go on although something that routes them was not waited for. What to do: docs/coverage.md.'
       : 'Everything that is known to route the ' + plural(c.services, 'Service', 'Services') + ' with pods is waited for, or may not route them at all.');
@@ -702,7 +717,8 @@ async function cover() {
     rows($('coverage-table'), namespace ? c.items.filter((i) => i.service.startsWith(namespace + '/')) : c.items, (i) => i.service + i.name, (i) => [head(i.service), cell('Routed by', '', i.name), cell('Why it is not waited for', '', i.why)]);
     $('coverage').hidden = false;
   } catch (e) {
-    // it is asked again
+    // It is asked again.
+    set('coverage-note', 'What routes Services could not be read again: ' + e.message);
   }
 }
 

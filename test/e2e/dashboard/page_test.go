@@ -446,6 +446,48 @@ func TestThePageKnowsTheTime(t *testing.T) {
 	b.await("#verdict", "No agent is left: deletions continue as without Lameduck.")
 }
 
+// The first sentence says that all is well only if the page knows nothing else.
+func TestTheVerdictHidesNothing(t *testing.T) {
+	m := empty()
+	url, _ := serve(t, m, "127.0.0.1:0")
+	b := start(t)
+	b.open(url)
+	b.await("#connection", "Live")
+	away := api.Agent{ID: "a", Name: "edge/haproxy-0", State: api.AgentMissing, Features: []string{}, Since: time.Now()}
+	ready, connected := away, away
+	ready.Ready = true
+	connected.State, connected.Connected = api.AgentConnected, true
+	for _, step := range []struct {
+		want string
+		set  func(*api.View)
+	}{
+		{"all is well: 1 gateway is connected", func(*api.View) {}},
+		{"Deletions of what it routes wait for it", func(v *api.View) {
+			v.Agents.Missing, v.Agents.Items = 1, []api.Agent{ready}
+		}},
+		{"Its pod is not ready: deletions do not wait for it", func(v *api.View) {
+			v.Agents.Missing, v.Agents.Items = 1, []api.Agent{away}
+		}},
+		{"What lameduck-webhook-1 knows is missing here", func(v *api.View) {
+			v.Silent = []string{"lameduck-webhook-1"}
+		}},
+		{"4 pods ask for the barrier and were created without it: shop/a, shop/b, shop/c and more", func(v *api.View) {
+			v.Barriers.Missing, v.Barriers.MissingPods = 4, []string{"shop/a", "shop/b", "shop/c", "shop/d"}
+		}},
+		{"all is well, but for 1 target that is unhealthy: 1 gateway", func(v *api.View) {
+			v.TargetHealth.Reported, v.TargetHealth.All.Unhealthy = true, 1
+		}},
+	} {
+		m.set(func(v *api.View) {
+			v.Agents.Expected, v.Agents.Known, v.Agents.Missing = 1, 1, 0
+			v.Agents.Items, v.Silent = []api.Agent{connected}, nil
+			v.Barriers.Missing, v.Barriers.MissingPods = 0, []string{}
+			step.set(v)
+		})
+		b.await("#verdict", step.want)
+	}
+}
+
 // A page outlives its replica, and goes on with one of the version before: what that does not tell
 // is not there, and all else is.
 func TestThePageSpeaksWithAnOlderReplica(t *testing.T) {
