@@ -48,8 +48,8 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 	if a, ok := g.(gateway.Auditor); ok {
 		metrics.Audits(registry, a.Audits)
 	}
-	if r, ok := g.(gateway.Reader); ok {
-		metrics.Failures(registry, r.Failures)
+	if p, ok := g.(gateway.Polled); ok {
+		metrics.Failures(registry, p.Failures)
 	}
 	news := signal.New() // what coordinators are told may have changed
 	watched := observation.New(g, news.Raise, metrics.NewPropagation(registry, o.kind.Name(), o.nodeName), registry,

@@ -104,8 +104,8 @@ type Cleaner interface {
 	Clean(targets []netip.AddrPort) error
 }
 
-// Reader is an [Observed] that reads its gateway again and again, and counts readings that failed.
-type Reader interface {
+// Polled is an [Observed] that reads its gateway again and again, and counts readings that failed.
+type Polled interface {
 	Failures() uint64
 }
 

@@ -207,24 +207,24 @@ func (g *Gateway) poolsOf(addr netip.AddrPort, now time.Time) map[health.Pool]bo
 	return all
 }
 
-// elsewhere reports whether the address of k is not in its pool, or has left it, and the same pod
-// is known there in another pool. Whether the pod is routed, and what runs on it, is then what that
-// key says.
+// elsewhere reports whether the address of k has left its pool, and the same pod is known there in
+// another pool. Whether the pod is routed, and what runs on it, is then what that key says.
 func (g *Gateway) elsewhere(k health.Key) bool {
 	_, known := g.targets[k.Target.Addr][k]
 	left, was := g.pools[k.Target.Addr][k.Pool]
-	return !known && was && !left.IsZero() && g.sibling(k, func(health.Key) bool { return true })
+	other, _ := g.others(k)
+	return !known && was && !left.IsZero() && other
 }
 
-// sibling reports whether the pod of k is known at the same address in another pool, by a key of
-// which is is true.
-func (g *Gateway) sibling(k health.Key, is func(health.Key) bool) bool {
+// others reports whether the pod of k is known at the same address in another pool, and whether one
+// of these keys stays: it is not to be forgotten.
+func (g *Gateway) others(k health.Key) (known, stays bool) {
 	for other := range g.targets[k.Target.Addr] {
-		if other.Target.UID == k.Target.UID && other.Pool != k.Pool && is(other) {
-			return true
+		if other.Target.UID == k.Target.UID && other.Pool != k.Pool {
+			known, stays = true, stays || !g.absent[other]
 		}
 	}
-	return false
+	return known, stays
 }
 
 // note remembers k, in the map too.
@@ -326,7 +326,7 @@ func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 				failed[op] = fmt.Errorf("not redirected: %s", g.refusal(k.Pool))
 			}
 		case health.WantAbsent:
-			if !g.sibling(k, func(other health.Key) bool { return !g.absent[other] }) {
+			if _, stays := g.others(k); !stays {
 				failed[op], gone[k] = g.exclude(k), true
 				break
 			}

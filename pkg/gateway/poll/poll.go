@@ -102,7 +102,7 @@ type Gateway struct {
 // Population implements gateway.Observed.
 func (g *Gateway) Population() string { return g.name }
 
-// Failures implements gateway.Reader.
+// Failures implements gateway.Polled.
 func (g *Gateway) Failures() uint64 { return g.failed.Load() }
 
 // Absent implements gateway.Observed: a gateway that does not answer may send.
