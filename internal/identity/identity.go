@@ -14,7 +14,9 @@
 // Answers are remembered. A valid token is remembered for a minute but not beyond its expiry, even
 // if its pod is deleted. A right is remembered for [rememberRight]. A refusal is remembered for
 // [rememberNo], so that a right that was just granted, or a token that the API server did not know
-// yet, waits no longer than that.
+// yet, waits no longer than that. The token of another replica is verified again [ahead] of that,
+// while calls go on: if they waited for a slow API server for longer than a second, replicas would
+// not reach each other, and each would decide alone.
 //
 // Requests to the API server wait in lanes, each with its own rate limit, so that forged tokens
 // neither overload the API server nor delay agents. A token that was valid before does not wait. A
@@ -54,12 +56,15 @@ const (
 	// remember, rememberRight and rememberNo are how long a valid token, a right and a refusal are
 	// remembered. rememberNoLabel is for refusals of the service accounts of pods with the agent's
 	// label. standIn is how long after that an answer that allows is used while the API server
-	// cannot be asked. maxRemembered bounds the number of answers. askTimeout bounds one question.
+	// cannot be asked. ahead is how long before the end of remember a replica's token is verified
+	// again, every askTimeout until there is an answer. maxRemembered bounds the number of answers.
+	// askTimeout bounds one question.
 	remember        = time.Minute
 	rememberRight   = 45 * time.Second
 	rememberNo      = 5 * time.Second
 	rememberNoLabel = 30 * time.Second
 	standIn         = 5 * time.Minute
+	ahead           = 20 * time.Second
 	maxRemembered   = 20_000
 	askTimeout      = 5 * time.Second
 	// Rates are questions per second, bursts are questions at once: for unknown tokens, operators,
@@ -125,6 +130,8 @@ type answer[T any] struct {
 	value T
 	err   error
 	until time.Time
+	// again is when the API server is asked again, if this is about a replica's token.
+	again time.Time
 }
 
 // New returns a Kubernetes that asks with client.
@@ -248,16 +255,31 @@ func (k *Kubernetes) review(ctx context.Context, token string, l lane) (bearer, 
 		return bearer{}, refusal{coordinator.ErrUnauthenticated,
 			fmt.Sprintf("%v: longer than %d bytes", coordinator.ErrUnauthenticated, maxToken)}
 	}
-	key := hash(sha256.Sum256([]byte(token)))
+	key, now := hash(sha256.Sum256([]byte(token))), time.Now()
 	k.mu.Lock()
-	known, ok := k.tokens[key]
+	known := k.tokens[key]
+	remembered := now.Before(known.until)
+	again := remembered && known.value.Username == k.Replicas && !now.Before(known.again)
+	if again {
+		known.again = now.Add(askTimeout)
+		k.tokens[key] = known
+	}
 	k.mu.Unlock()
-	if ok && time.Now().Before(known.until) {
+	if again {
+		go func() { _, _ = k.verify(context.WithoutCancel(ctx), token, known, l) }()
+	}
+	if remembered {
 		return known.value, known.err
 	}
+	return k.verify(ctx, token, known, l)
+}
+
+// verify has the API server review a token, of which known is known: nothing, if its until is zero.
+func (k *Kubernetes) verify(ctx context.Context, token string, known answer[bearer], l lane) (bearer, error) {
 	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
-	if !ok || known.err != nil {
+	valid := !known.until.IsZero() && known.err == nil
+	if !valid {
 		if err := l.wait(ctx); err != nil {
 			return bearer{}, fmt.Errorf("too many unknown tokens to ask about: %v", err)
 		}
@@ -266,7 +288,7 @@ func (k *Kubernetes) review(ctx context.Context, token string, l lane) (bearer, 
 		Spec: authenticationv1.TokenReviewSpec{Token: token, Audiences: []string{Audience}},
 	}, metav1.CreateOptions{})
 	now := time.Now()
-	if over := known.value.until; err != nil && ok && known.err == nil && now.Before(known.until.Add(standIn)) &&
+	if over := known.value.until; err != nil && valid && now.Before(known.until.Add(standIn)) &&
 		(over.IsZero() || now.Before(over)) {
 		return known.value, nil
 	}
@@ -287,7 +309,7 @@ func (k *Kubernetes) review(ctx context.Context, token string, l lane) (bearer, 
 		}
 	}
 	makeRoom(k.tokens, now)
-	k.tokens[key] = answer[bearer]{of, err, until}
+	k.tokens[sha256.Sum256([]byte(token))] = answer[bearer]{of, err, until, now.Add(remember - ahead)}
 	return of, err
 }
 
@@ -457,7 +479,7 @@ func (k *Kubernetes) ask(ctx context.Context, what right, spec authorizationv1.S
 		until = now.Add(rememberRight)
 	}
 	makeRoom(k.allowed, now)
-	k.allowed[what] = answer[bool]{review.Status.Allowed, nil, until}
+	k.allowed[what] = answer[bool]{value: review.Status.Allowed, until: until}
 	return review.Status.Allowed, nil
 }
 
