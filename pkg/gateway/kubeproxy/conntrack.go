@@ -87,6 +87,9 @@ const (
 	// without being seen: the kernel deletes the entry of a reset connection after 10 s, and others
 	// later.
 	maxUnseen = 5 * time.Second
+	// maxProbe is how long a probe of the kubelet is open, by its default timeout. Counts for two
+	// watches may be 20 ms apart, once a second as probes are, and then find the same probe.
+	maxProbe = time.Second
 	// messageCost is the cost of sending and reading one entry, in buckets that the kernel could
 	// walk in the same time.
 	messageCost = 50
@@ -642,7 +645,7 @@ func (w *Watch) notice(found map[netip.Addr][]connection, own map[netip.Addr]boo
 		return
 	}
 	was := w.noticed
-	w.noticed = map[uint64]bool{}
+	w.noticed = map[uint64]time.Time{}
 	quiet := !w.o.accounted.IsZero() && ended.Sub(w.walked) <= maxUnseen
 	for _, t := range w.targets {
 		for _, c := range found[t.Addr()] {
@@ -659,11 +662,15 @@ func (w *Watch) notice(found map[netip.Addr][]connection, own map[netip.Addr]boo
 				one.asked, one.answered = c.asked, c.answered
 			}
 			key := maphash.Comparable(seed, one)
-			w.noticed[key] = true
+			since, known := was[key]
+			if !known {
+				since = began
+			}
+			w.noticed[key] = since
 			if probe {
-				quiet = quiet && !(c.open() && was[key]) // no probe is open in two counts
+				quiet = quiet && !(c.open() && began.Sub(since) >= maxProbe)
 			} else {
-				quiet = quiet && !c.open() && was[key] && c.asked.packets > 0
+				quiet = quiet && !c.open() && known && c.asked.packets > 0
 			}
 		}
 	}
@@ -689,7 +696,7 @@ var seed = maphash.MakeSeed()
 func (w *Watch) Count() {
 	w.o.mu.Lock()
 	if w.noticed == nil {
-		w.noticed = map[uint64]bool{}
+		w.noticed = map[uint64]time.Time{}
 	}
 	w.next, w.busy = time.Time{}, false
 	w.asked++ // a count that runs is not the one

@@ -485,11 +485,12 @@ type Watch struct {
 	// were last counted, next when they are due again.
 	entered, walked, next time.Time // o.mu
 	// noticed are the connections that the last full count found, ended ones too, each with what it
-	// had carried; nil before Count. clients: one of them was no probe and went straight to a
-	// target. quietSince is when the last count ended that found an open one, or one that had come.
-	noticed    map[uint64]bool // o.mu
-	clients    bool            // o.mu
-	quietSince time.Time       // o.mu
+	// had carried, and since when; nil before Count. clients: one of them was no probe and went
+	// straight to a target. quietSince is when the last count ended that found an open one, or one
+	// that had come.
+	noticed    map[uint64]time.Time // o.mu
+	clients    bool                 // o.mu
+	quietSince time.Time            // o.mu
 }
 
 // groupPause is the pause before watches are evaluated for other targets: many come and go at once,
