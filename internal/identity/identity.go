@@ -266,16 +266,18 @@ func (k *Kubernetes) review(ctx context.Context, token string, l lane) (bearer, 
 	}
 	k.mu.Unlock()
 	if again {
-		go func() { _, _ = k.verify(context.WithoutCancel(ctx), token, known, l) }()
+		go func() { _, _ = k.verify(context.WithoutCancel(ctx), token, key, known, l) }()
 	}
 	if remembered {
 		return known.value, known.err
 	}
-	return k.verify(ctx, token, known, l)
+	return k.verify(ctx, token, key, known, l)
 }
 
-// verify has the API server review a token, of which known is known: nothing, if its until is zero.
-func (k *Kubernetes) verify(ctx context.Context, token string, known answer[bearer], l lane) (bearer, error) {
+// verify has the API server review a token, and remembers the answer under key. known is the former
+// answer, if its until is not zero.
+func (k *Kubernetes) verify(ctx context.Context, token string, key hash, known answer[bearer],
+	l lane) (bearer, error) {
 	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
 	valid := !known.until.IsZero() && known.err == nil
@@ -309,7 +311,7 @@ func (k *Kubernetes) verify(ctx context.Context, token string, known answer[bear
 		}
 	}
 	makeRoom(k.tokens, now)
-	k.tokens[sha256.Sum256([]byte(token))] = answer[bearer]{of, err, until, now.Add(remember - ahead)}
+	k.tokens[key] = answer[bearer]{of, err, until, now.Add(remember - ahead)}
 	return of, err
 }
 
