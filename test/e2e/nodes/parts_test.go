@@ -217,7 +217,7 @@ func (l *lab) testStatedWait(t *testing.T) {
 		t.Logf("%s: gone %.1f s after the deletion, the load balancer knew it for %.1f s", name, took.Seconds(),
 			stays.Seconds())
 		if took < least || took > most+15*time.Second {
-			t.Errorf("%s: gone after %s, want %s and a few seconds", name, took, least)
+			t.Errorf("%s: gone after %s, want %s to %s", name, took, least, most+15*time.Second)
 		}
 		if took <= least+15*time.Second && name != "unseen" {
 			early++
