@@ -106,6 +106,14 @@ func TestRealGateways(t *testing.T) {
 			" timeout client 1s\n timeout server 1s\n timeout connect 1s\nfrontend web\n bind %s\n"+
 			" default_backend web\nbackend web\n server a 127.0.0.9:80\n", socket, web))
 		planes.StartProgram(t, web, gatewaytest.LookPath(t, "haproxy"), "-db", "-f", config)
+		planes.Until(t, "HAProxy listens on its socket", func() bool { // it does after it listens on web
+			conn, err := net.Dial("unix", socket)
+			if err != nil {
+				return false
+			}
+			conn.Close()
+			return true
+		})
 		check(t, record(t, func() {
 			conn, err := net.Dial("unix", socket)
 			if err != nil {

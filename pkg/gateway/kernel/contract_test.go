@@ -63,6 +63,7 @@ func (h *haproxy) start() {
 	h.write()
 	h.program = h.pod.start(h.t, "gateway", h.listens, gatewaytest.LookPath(h.t, "haproxy"), "-W",
 		"-f", filepath.Join(h.dir, "h.cfg"))
+	planes.Until(h.t, "HAProxy answers on its socket", func() bool { return h.worker() != "" })
 }
 
 func (h *haproxy) write() {
