@@ -7,20 +7,18 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"log/slog"
 	"slices"
 
 	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/klog/v2"
 
 	"github.com/lameduck-io/lameduck/internal/agent/discovery"
 	"github.com/lameduck-io/lameduck/internal/agent/record"
 	"github.com/lameduck-io/lameduck/internal/cli"
+	"github.com/lameduck-io/lameduck/internal/kubeclient"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
@@ -57,22 +55,10 @@ func run(ctx context.Context, args []string, getenv func(string) string, stdout,
 
 // connect returns a client for the API server.
 func connect(kubeconfig string) (kubernetes.Interface, error) {
-	var config *rest.Config
-	var err error
-	if kubeconfig == "" {
-		config, err = rest.InClusterConfig()
-	} else {
-		config, err = clientcmd.BuildConfigFromFlags("", kubeconfig)
-	}
-	if errors.Is(err, rest.ErrNotInCluster) {
-		return nil, fmt.Errorf("%w: --kubeconfig %q: not in a cluster, so it is needed", cli.ErrUsage, kubeconfig)
-	}
+	config, err := kubeclient.Config(kubeconfig, "lameduck-agent")
 	if err != nil {
-		return nil, fmt.Errorf("reach the API server (--kubeconfig %q): %w", kubeconfig, err)
+		return nil, err
 	}
-	// With client-go's 5 requests a second, source.Endpoints.Fresh fails for over 60 namespaces.
-	config.QPS, config.Burst = 200, 400
-	config.UserAgent = "lameduck-agent"
 	kube, err := kubernetes.NewForConfig(config)
 	if err != nil {
 		return nil, fmt.Errorf("client for the API server: %w", err)

@@ -13,6 +13,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/lameduck-io/lameduck/internal/entry"
+	"github.com/lameduck-io/lameduck/internal/kubeclient"
 )
 
 // checkEvery is the pause between two attempts.
@@ -44,7 +45,7 @@ func check(ctx context.Context, args []string, getenv func(string) string, out i
 		return fmt.Errorf("%w: --entries %d: must be at least 1, and no other arguments: %q", errUsage, *entries,
 			f.Args())
 	}
-	config, err := restConfig(*kubeconfig)
+	config, err := kubeclient.Config(*kubeconfig, "lameduck-webhook")
 	if err != nil {
 		return err
 	}

@@ -20,9 +20,7 @@ import (
 	policyv1 "k8s.io/api/policy/v1"
 	"k8s.io/client-go/kubernetes"
 	clientscheme "k8s.io/client-go/kubernetes/scheme"
-	"k8s.io/client-go/rest"
 	toolscache "k8s.io/client-go/tools/cache"
-	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
@@ -36,6 +34,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/internal/identity"
 	"github.com/lameduck-io/lameduck/internal/keys"
+	"github.com/lameduck-io/lameduck/internal/kubeclient"
 	"github.com/lameduck-io/lameduck/internal/peers"
 	"github.com/lameduck-io/lameduck/internal/podcontext"
 	"github.com/lameduck-io/lameduck/internal/podfacts"
@@ -76,7 +75,7 @@ const (
 func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	klog.SetSlogLogger(log)
 	crlog.SetLogger(logr.FromSlogHandler(log.Handler()))
-	config, err := restConfig(o.kubeconfig)
+	config, err := kubeclient.Config(o.kubeconfig, "lameduck-webhook")
 	if err != nil {
 		return err
 	}
@@ -286,22 +285,6 @@ func probes(live, ready func() error) http.Handler {
 		})
 	}
 	return r
-}
-
-func restConfig(kubeconfig string) (*rest.Config, error) {
-	var config *rest.Config
-	var err error
-	if kubeconfig == "" {
-		config, err = rest.InClusterConfig()
-	} else {
-		config, err = clientcmd.BuildConfigFromFlags("", kubeconfig)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("reach the API server (--kubeconfig %q): %w", kubeconfig, err)
-	}
-	config.QPS, config.Burst = 200, 400
-	config.UserAgent = "lameduck-webhook"
-	return config, nil
 }
 
 // watches feed the coordinator and the index from the cache.
