@@ -3,6 +3,7 @@ package coordinator
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -21,6 +22,7 @@ import (
 	"time"
 
 	"github.com/gorilla/mux"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/internal/signal"
@@ -312,19 +314,27 @@ func (c *Coordinator) authorize(ctx context.Context, who Identity, routes []drai
 		return refusal{http.StatusForbidden, fmt.Sprintf("routes: in %d namespaces, more than %d need the right to "+
 			"acknowledge in all", len(namespaces), maxNamespaces)}
 	}
-	for _, namespace := range namespaces {
-		allowed, err := c.Authenticate.MayAcknowledge(ctx, who, namespace)
-		if err != nil {
-			return refusal{http.StatusServiceUnavailable, err.Error()}
-		}
-		if !allowed {
-			first := slices.IndexFunc(routes, func(r drain.Route) bool { return r.Service.Namespace == namespace })
-			return refusal{http.StatusForbidden,
-				fmt.Sprintf("routes[%d].service: %s may not acknowledge drains in namespace %q", first, who.Username,
-					namespace)}
-		}
+	refusals := make([]error, len(namespaces))
+	var all errgroup.Group
+	all.SetLimit(rightsAtOnce)
+	for i, namespace := range namespaces {
+		all.Go(func() error {
+			allowed, err := c.Authenticate.MayAcknowledge(ctx, who, namespace)
+			switch {
+			case err != nil:
+				refusals[i] = refusal{http.StatusServiceUnavailable, err.Error()}
+			case !allowed:
+				first := slices.IndexFunc(routes,
+					func(r drain.Route) bool { return r.Service.Namespace == namespace })
+				refusals[i] = refusal{http.StatusForbidden,
+					fmt.Sprintf("routes[%d].service: %s may not acknowledge drains in namespace %q", first,
+						who.Username, namespace)}
+			}
+			return nil
+		})
 	}
-	return nil
+	_ = all.Wait() // they return none
+	return cmp.Or(refusals...)
 }
 
 // namespacesOf lists the namespaces of routes, sorted.
@@ -361,18 +371,24 @@ func (c *Coordinator) watchRights(ctx context.Context) {
 				}
 			}
 		})
+		var all errgroup.Group
+		all.SetLimit(rightsAtOnce)
 		for what, who := range rights {
-			if allowed, err := c.Authenticate.MayAcknowledge(ctx, who, what.namespace); err != nil || allowed {
-				continue
-			}
-			c.change(func() {
-				for _, s := range of[what] {
-					if c.core.sessions[s.Who.Agent] == s {
-						c.core.cut(time.Now(), s.Who.Agent, "the right to acknowledge was taken")
-					}
+			all.Go(func() error {
+				if allowed, err := c.Authenticate.MayAcknowledge(ctx, who, what.namespace); err != nil || allowed {
+					return nil
 				}
+				c.change(func() {
+					for _, s := range of[what] {
+						if c.core.sessions[s.Who.Agent] == s {
+							c.core.cut(time.Now(), s.Who.Agent, "the right to acknowledge was taken")
+						}
+					}
+				})
+				return nil
 			})
 		}
+		_ = all.Wait() // they return none
 	}
 }
 

@@ -36,8 +36,10 @@ const (
 	// last tick.
 	maxLockHeld = time.Second
 	maxTickGap  = 10 * time.Second
-	// rightsEvery is how often the rights of agents with a stream are checked.
-	rightsEvery = 10 * time.Second
+	// rightsEvery is how often the rights of agents with a stream are checked. rightsAtOnce bounds
+	// the rights that are asked about simultaneously: a slow API server holds each up.
+	rightsEvery  = 10 * time.Second
+	rightsAtOnce = 10
 	// deletedFor is how long an agent whose pod is deleted is refused. Answers about its token are
 	// not remembered for longer than that.
 	deletedFor = 2 * time.Minute

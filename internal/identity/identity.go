@@ -14,9 +14,9 @@
 // Answers are remembered. A valid token is remembered for a minute but not beyond its expiry, even
 // if its pod is deleted. A right is remembered for [rememberRight]. A refusal is remembered for
 // [rememberNo], so that a right that was just granted, or a token that the API server did not know
-// yet, waits no longer than that. The token of another replica is verified again [ahead] of that,
-// while calls go on: if they waited for a slow API server for longer than a second, replicas would
-// not reach each other, and each would decide alone.
+// yet, waits no longer than that. While the API server is slow or away, the former answer stands in
+// after [patience], for [standIn]: replicas that did not answer each other within a second would
+// each decide alone, and agents would be out while pods are deleted.
 //
 // Requests to the API server wait in lanes, each with its own rate limit, so that forged tokens
 // neither overload the API server nor delay agents. A token that was valid before does not wait. A
@@ -55,16 +55,16 @@ const Audience = "lameduck.io"
 const (
 	// remember, rememberRight and rememberNo are how long a valid token, a right and a refusal are
 	// remembered. rememberNoLabel is for refusals of the service accounts of pods with the agent's
-	// label. standIn is how long after that an answer that allows is used while the API server
-	// cannot be asked. ahead is how long before the end of remember a replica's token is verified
-	// again, every askTimeout until there is an answer. maxRemembered bounds the number of answers.
-	// askTimeout bounds one question.
+	// label. standIn is how long after that an answer stands in while the API server is slow or
+	// cannot be asked: patience is how long a call waits for it then, and stood how long no other
+	// does. maxRemembered bounds the number of answers of a kind. askTimeout bounds one question.
 	remember        = time.Minute
-	rememberRight   = 45 * time.Second
+	rememberRight   = 35 * time.Second
 	rememberNo      = 5 * time.Second
 	rememberNoLabel = 30 * time.Second
 	standIn         = 5 * time.Minute
-	ahead           = 20 * time.Second
+	patience        = 250 * time.Millisecond
+	stood           = 5 * time.Second
 	maxRemembered   = 20_000
 	askTimeout      = 5 * time.Second
 	// Rates are questions per second, bursts are questions at once: for unknown tokens, operators,
@@ -102,12 +102,13 @@ type Kubernetes struct {
 	// expected agents together, and of operators. rights limits questions about rights.
 	strangers, agents, operators, rights *rate.Limiter
 
+	tokens   memory[hash, bearer]
+	rightsOf memory[right, struct{}]
+
 	mu sync.Mutex
 	// expected has the limiter of each expected agent. replicas has the limiter of each other
 	// replica.
 	expected, replicas map[drain.AgentID]*rate.Limiter
-	tokens             map[hash]answer[bearer]
-	allowed            map[right]answer[bool]
 }
 
 type hash [sha256.Size]byte
@@ -126,19 +127,11 @@ type right struct {
 	looks                         hash
 }
 
-type answer[T any] struct {
-	value T
-	err   error
-	until time.Time
-	// again is when the API server is asked again, if this is about a replica's token.
-	again time.Time
-}
-
 // New returns a Kubernetes that asks with client.
 func New(client kubernetes.Interface) *Kubernetes {
 	return &Kubernetes{
 		Client: client, replicas: map[drain.AgentID]*rate.Limiter{},
-		tokens: map[hash]answer[bearer]{}, allowed: map[right]answer[bool]{},
+		tokens: newMemory[hash, bearer](), rightsOf: newMemory[right, struct{}](),
 		strangers: rate.NewLimiter(strangersRate, strangersBurst), agents: rate.NewLimiter(agentsRate, agentsBurst),
 		rights: rate.NewLimiter(rightsRate, agentsBurst), operators: rate.NewLimiter(operatorsRate, oneBurst),
 	}
@@ -255,83 +248,39 @@ func (k *Kubernetes) review(ctx context.Context, token string, l lane) (bearer, 
 		return bearer{}, refusal{coordinator.ErrUnauthenticated,
 			fmt.Sprintf("%v: longer than %d bytes", coordinator.ErrUnauthenticated, maxToken)}
 	}
-	key, now := hash(sha256.Sum256([]byte(token))), time.Now()
-	k.mu.Lock()
-	known := k.tokens[key]
-	remembered := now.Before(known.until)
-	again := remembered && known.value.Username == k.Replicas && !now.Before(known.again)
-	if again {
-		known.again = now.Add(askTimeout)
-		k.tokens[key] = known
-	}
-	k.mu.Unlock()
-	if again {
-		go func() { _, _ = k.verify(context.WithoutCancel(ctx), token, key, known, l) }()
-	}
-	if remembered {
-		return known.value, known.err
-	}
-	return k.verify(ctx, token, key, known, l)
+	return k.tokens.get(ctx, sha256.Sum256([]byte(token)), rememberNo, l,
+		func(ctx context.Context, again bool) (answer[bearer], error) { return k.verify(ctx, token, again, l) })
 }
 
-// verify has the API server review a token, and remembers the answer under key. known is the former
-// answer, if its until is not zero.
-func (k *Kubernetes) verify(ctx context.Context, token string, key hash, known answer[bearer],
-	l lane) (bearer, error) {
-	ctx, cancel := context.WithTimeout(ctx, askTimeout)
-	defer cancel()
-	valid := !known.until.IsZero() && known.err == nil
-	if !valid {
+// verify has the API server review a token. A token that was valid before does not wait in a lane.
+func (k *Kubernetes) verify(ctx context.Context, token string, again bool, l lane) (answer[bearer], error) {
+	if !again {
 		if err := l.wait(ctx); err != nil {
-			return bearer{}, fmt.Errorf("too many unknown tokens to ask about: %v", err)
+			return answer[bearer]{}, fmt.Errorf("too many unknown tokens to ask about: %v", err)
 		}
 	}
 	review, err := k.Client.AuthenticationV1().TokenReviews().Create(ctx, &authenticationv1.TokenReview{
 		Spec: authenticationv1.TokenReviewSpec{Token: token, Audiences: []string{Audience}},
 	}, metav1.CreateOptions{})
+	if err != nil {
+		return answer[bearer]{}, fmt.Errorf("review the token: %w", err)
+	}
 	now := time.Now()
-	if over := known.value.until; err != nil && valid && now.Before(known.until.Add(standIn)) &&
-		(over.IsZero() || now.Before(over)) {
-		return known.value, nil
+	if err := check(review.Status); err != nil {
+		return answer[bearer]{refused: err, until: now}, nil
 	}
-	if err != nil {
-		return bearer{}, fmt.Errorf("review the token: %w", err)
-	}
-	of := bearer{UserInfo: review.Status.User}
-	err = check(review.Status)
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	until := now.Add(remember)
-	if err != nil {
-		until = now.Add(rememberNo)
-	} else if claims, ok := claimsOf(token); ok {
-		of.until = claims.end(now)
-		if of.until.Before(until) {
-			until = of.until
-		}
-	}
-	makeRoom(k.tokens, now)
-	k.tokens[key] = answer[bearer]{of, err, until, now.Add(remember - ahead)}
-	return of, err
-}
-
-// makeRoom deletes answers when there are maxRemembered. It deletes old answers and refusals first,
-// then any others until half of maxRemembered is left. Unknown tokens must not remove the answers
-// about all agents at once.
-func makeRoom[K comparable, V any](answers map[K]answer[V], now time.Time) {
-	if len(answers) < maxRemembered {
-		return
-	}
-	for _, stale := range []bool{true, false} {
-		for key, a := range answers {
-			if !stale && len(answers) <= maxRemembered/2 {
-				return
-			}
-			if !stale || a.err != nil || now.After(a.until.Add(remember)) {
-				delete(answers, key)
+	a := answer[bearer]{value: bearer{UserInfo: review.Status.User}, until: now.Add(remember)}
+	a.stands = a.until.Add(standIn)
+	if claims, ok := claimsOf(token); ok {
+		end := claims.end(now)
+		a.value.until = end
+		for _, t := range []*time.Time{&a.until, &a.stands} {
+			if end.Before(*t) {
+				*t = end
 			}
 		}
 	}
+	return a, nil
 }
 
 // maxToken bounds a token that is asked about, in bytes.
@@ -442,48 +391,39 @@ func (k *Kubernetes) may(ctx context.Context, verb string, what right, no time.D
 	}, no, l)
 }
 
-// ask reports whether the user of spec may use its verb on the resource of what. It returns a
-// remembered answer if there is one, a refusal for at most no, and otherwise asks the API server.
+// ask reports whether the user of spec may use its verb on the resource of what. It remembers a
+// refusal for no. A refusal stands in for the API server too: an agent with the right in some
+// namespaces is refused the one everywhere first.
 func (k *Kubernetes) ask(ctx context.Context, what right, spec authorizationv1.SubjectAccessReviewSpec,
 	no time.Duration, l lane) (bool, error) {
-	k.mu.Lock()
-	known, ok := k.allowed[what]
-	k.mu.Unlock()
-	until := known.until
-	if !known.value {
-		until = until.Add(no)
-	}
-	if ok && time.Now().Before(until) {
-		return known.value, nil
-	}
-	ctx, cancel := context.WithTimeout(ctx, askTimeout)
-	defer cancel()
-	if !ok || !known.value {
-		if err := l.wait(ctx); err != nil {
-			return false, fmt.Errorf("too many unknown rights to ask about: %v", err)
-		}
-	}
 	spec.ResourceAttributes.Group, spec.ResourceAttributes.Resource = "lameduck.io", what.resource
-	review, err := k.Client.AuthorizationV1().SubjectAccessReviews().Create(ctx,
-		&authorizationv1.SubjectAccessReview{Spec: spec}, metav1.CreateOptions{})
-	if err != nil && known.value && time.Now().Before(known.until.Add(standIn)) {
-		return true, nil
+	_, err := k.rightsOf.get(ctx, what, no, l, func(ctx context.Context, again bool) (answer[struct{}], error) {
+		if !again {
+			if err := l.wait(ctx); err != nil {
+				return answer[struct{}]{}, fmt.Errorf("too many unknown rights to ask about: %v", err)
+			}
+		}
+		review, err := k.Client.AuthorizationV1().SubjectAccessReviews().Create(ctx,
+			&authorizationv1.SubjectAccessReview{Spec: spec}, metav1.CreateOptions{})
+		if err != nil {
+			return answer[struct{}]{}, fmt.Errorf("ask whether %s may %s %s: %w", spec.User,
+				spec.ResourceAttributes.Verb, what.resource, err)
+		}
+		now := time.Now()
+		if !review.Status.Allowed {
+			return answer[struct{}]{refused: errNo, until: now, stands: now.Add(rememberNo + standIn)}, nil
+		}
+		until := now.Add(rememberRight)
+		return answer[struct{}]{until: until, stands: until.Add(standIn)}, nil
+	})
+	if errors.Is(err, errNo) {
+		return false, nil
 	}
-	if err != nil {
-		return false, fmt.Errorf("ask whether %s may %s %s: %w", spec.User, spec.ResourceAttributes.Verb, what.resource,
-			err)
-	}
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	now := time.Now()
-	until = now
-	if review.Status.Allowed {
-		until = now.Add(rememberRight)
-	}
-	makeRoom(k.allowed, now)
-	k.allowed[what] = answer[bool]{value: review.Status.Allowed, until: until}
-	return review.Status.Allowed, nil
+	return err == nil, err
 }
+
+// errNo is the refusal of a right.
+var errNo = errors.New("no")
 
 // refusal is an error of a kind, with a text of its own.
 type refusal struct {

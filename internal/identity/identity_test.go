@@ -1,11 +1,15 @@
 package identity
 
 import (
+	"bytes"
 	"context"
 	"encoding/base64"
 	"errors"
 	"fmt"
+	"io"
+	"net/http"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -17,7 +21,9 @@ import (
 	authenticationv1 "k8s.io/api/authentication/v1"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/kubernetes/fake"
+	"k8s.io/client-go/rest"
 	clienttesting "k8s.io/client-go/testing"
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
@@ -255,64 +261,202 @@ func TestAnEarlierAnswerStandsInForTheAPIServer(t *testing.T) {
 	})
 }
 
-// Replicas that do not answer each other within a second decide alone. Without this, all claims and
-// polls waited once a minute for the API server, and one that needed 1.5 s let a burst of deletions
-// take 15 of 20 pods of a Service out of routing at one time.
-func TestNoCallOfAReplicaWaitsForTheAPIServer(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		s := newAPIServer(t)
-		s.Replicas = s.token.User.Username
-		good := s.token
-		var reviews atomic.Int64
-		var slow atomic.Int64
-		var refuses, away atomic.Bool
-		s.Client.(*fake.Clientset).PrependReactor("create", "tokenreviews",
-			func(action clienttesting.Action) (bool, runtime.Object, error) {
-				reviews.Add(1)
-				time.Sleep(time.Duration(slow.Load()))
-				if away.Load() {
-					return true, nil, errors.New("away")
+// slowAPIServer answers reviews after a time, or not at all.
+type slowAPIServer struct {
+	// namespaced: the agent has its right in its own namespace alone.
+	namespaced bool
+
+	mu       sync.Mutex
+	after    time.Duration
+	away     bool
+	refuses  bool
+	reviews  int
+	accesses int
+}
+
+func (s *slowAPIServer) kubernetes(t *testing.T) *Kubernetes {
+	client, err := kubernetes.NewForConfig(&rest.Config{Host: "http://api", Transport: s, QPS: -1,
+		ContentConfig: rest.ContentConfig{ContentType: "application/json"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return New(client)
+}
+
+func (s *slowAPIServer) set(after time.Duration, away, refuses bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.after, s.away, s.refuses, s.reviews, s.accesses = after, away, refuses, 0, 0
+}
+
+// asked returns how many questions there were since set, about the token and about rights.
+func (s *slowAPIServer) asked() (reviews, accesses int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.reviews, s.accesses
+}
+
+func (s *slowAPIServer) RoundTrip(r *http.Request) (*http.Response, error) {
+	asked, err := io.ReadAll(r.Body)
+	if err != nil {
+		return nil, err
+	}
+	s.mu.Lock()
+	after, away, refuses := s.after, s.away, s.refuses
+	allowed := !refuses && (!s.namespaced || bytes.Contains(asked, []byte(`"namespace":"edge"`)))
+	answer := `{"kind":"SubjectAccessReview","apiVersion":"authorization.k8s.io/v1","status":{"allowed":` +
+		strconv.FormatBool(allowed) + `}}`
+	if strings.HasSuffix(r.URL.Path, "/tokenreviews") {
+		s.reviews++
+		answer = fmt.Sprintf(`{"kind":"TokenReview","apiVersion":"authentication.k8s.io/v1","status":{`+
+			`"authenticated":%t,"audiences":["lameduck.io"],"user":{"username":"system:serviceaccount:edge:haproxy",`+
+			`"extra":{"authentication.kubernetes.io/pod-uid":["uid-1"]}}}}`, !refuses)
+	} else {
+		s.accesses++
+	}
+	s.mu.Unlock()
+	if away {
+		after = time.Hour
+	}
+	select {
+	case <-time.After(after):
+	case <-r.Context().Done():
+		return nil, r.Context().Err()
+	}
+	return &http.Response{StatusCode: http.StatusCreated, Request: r, Body: io.NopCloser(strings.NewReader(answer)),
+		Header: http.Header{"Content-Type": {"application/json"}}}, nil
+}
+
+// Replicas that do not answer each other within a second decide alone. When all calls waited for
+// the API server once a minute, one that needed 1.5 s let a burst of deletions take 15 of 20 pods
+// of a Service out of routing at one time. One that was away kept all agents out.
+func TestNoCallWaitsForASlowAPIServer(t *testing.T) {
+	for name, c := range map[string]struct {
+		replicas   string
+		namespaced bool
+		questions  int // of a call
+	}{
+		"a replica":               {"system:serviceaccount:edge:haproxy", false, 1},
+		"an agent":                {"", false, 2},
+		"an agent of a namespace": {"", true, 3},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				server := &slowAPIServer{namespaced: c.namespaced}
+				k := server.kubernetes(t)
+				k.Replicas = c.replicas
+				calls := func(what string, d time.Duration) {
+					t.Helper()
+					waited := 0
+					end := time.Now().Add(d)
+					for ; time.Now().Before(end) && !t.Failed(); time.Sleep(100 * time.Millisecond) {
+						var all sync.WaitGroup
+						began := time.Now()
+						for range 5 {
+							all.Go(func() {
+								who, err := k.Authenticate(t.Context(), "token")
+								if err != nil || who.Agent != "uid-1" {
+									t.Errorf("%s: %+v, %v", what, who, err)
+								}
+							})
+						}
+						all.Wait()
+						if took := time.Since(began); took > time.Duration(c.questions)*patience {
+							t.Fatalf("%s: answered after %s", what, took)
+						} else if took > 0 {
+							waited++
+						}
+					}
+					// A call that has waited spares those of the next 5 s.
+					if most := c.questions * (int(d/stood) + 1); waited > most {
+						t.Errorf("%s: %d calls waited in %s, want at most %d", what, waited, d, most)
+					}
 				}
-				review := action.(clienttesting.CreateAction).GetObject().(*authenticationv1.TokenReview).DeepCopy()
-				if review.Status = good; refuses.Load() {
-					review.Status = authenticationv1.TokenReviewStatus{Error: "revoked"}
+				calls("at first", 10*time.Second)
+				server.set(4*time.Second, false, false)
+				calls("slow", 10*time.Minute)
+				refusals := 0 // is asked about again every 5 s
+				if c.namespaced {
+					refusals = int(10 * time.Minute / rememberNo)
 				}
-				return true, review, nil
+				if reviews, accesses := server.asked(); reviews > 11 || accesses > 20+refusals {
+					t.Errorf("a slow API server is asked %d and %d times", reviews, accesses)
+				}
+				server.set(0, true, false)
+				away := standIn - 10*time.Second // the last refusal is some seconds old
+				calls("away", away)
+				if reviews, _ := server.asked(); reviews < 10 || reviews > int(away/stood) {
+					t.Errorf("an API server that is away is asked %d times in %s", reviews, away)
+				}
+				// What is taken back is used for a minute, and for as long as the API server takes.
+				server.set(4*time.Second, false, true)
+				time.Sleep(remember)
+				_, _ = k.Authenticate(t.Context(), "token")
+				time.Sleep(4 * time.Second)
+				if _, err := k.Authenticate(t.Context(), "token"); !errors.Is(err, coordinator.ErrUnauthenticated) {
+					t.Errorf("a token that is not valid any more is used: %v", err)
+				}
+				time.Sleep(askTimeout) // no question is left
 			})
-		// calls calls each second, and returns how many reviews there were.
-		calls := func(seconds time.Duration) int {
-			before := reviews.Load()
-			for range int(seconds / time.Second) {
-				began := time.Now()
-				if _, err := s.Authenticate(t.Context(), "token"); err != nil || time.Since(began) > 0 {
-					t.Fatalf("after %s: %v", time.Since(began), err)
-				}
-				time.Sleep(time.Second)
+		})
+	}
+}
+
+// A question goes on when its caller gives up, and the next one has the answer.
+func TestAQuestionOutlivesItsCaller(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		server := &slowAPIServer{after: 2 * time.Second}
+		k := server.kubernetes(t)
+		k.Replicas = "system:serviceaccount:edge:haproxy"
+		var err error
+		for range 3 {
+			ctx, cancel := context.WithTimeout(t.Context(), 900*time.Millisecond)
+			_, err = k.Authenticate(ctx, "token")
+			cancel()
+		}
+		if reviews, _ := server.asked(); err != nil || reviews != 1 {
+			t.Errorf("after three calls, %d questions, %v", reviews, err)
+		}
+	})
+}
+
+// A refusal stands in no longer than a yes, however long its caller remembers one, and a right that
+// was granted counts as soon as the API server has said so.
+func TestARefusalStandsIn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		server := &slowAPIServer{refuses: true}
+		k := server.kubernetes(t)
+		const username = "system:serviceaccount:edge:haproxy"
+		who := coordinator.Identity{Username: username}
+		k.rights.SetBurst(agentsBurst / 4) // a refusal is remembered for an hour
+		if allowed, err := k.Allowed(t.Context(), username); allowed || err != nil {
+			t.Fatal(allowed, err)
+		}
+		time.Sleep(rememberNo)
+		server.set(time.Second, false, false)
+		if allowed, err := k.MayAcknowledge(t.Context(), who, ""); allowed || err != nil {
+			t.Errorf("the API server has not answered yet: %t, %v", allowed, err)
+		}
+		time.Sleep(time.Second)
+		if allowed, err := k.MayAcknowledge(t.Context(), who, ""); !allowed || err != nil {
+			t.Errorf("the API server has answered: %t, %v", allowed, err)
+		}
+		server.set(0, false, true)
+		time.Sleep(rememberRight)
+		if allowed, err := k.Allowed(t.Context(), username); allowed || err != nil {
+			t.Fatal(allowed, err)
+		}
+		server.set(0, true, false)
+		for end := time.Now().Add(rememberNo + standIn - time.Second); time.Now().Before(end); time.Sleep(time.Second) {
+			if allowed, err := k.MayAcknowledge(t.Context(), who, ""); allowed || err != nil {
+				t.Fatalf("away: %t, %v", allowed, err)
 			}
-			return int(reviews.Load() - before)
 		}
-		calls(time.Second)
-		slow.Store(int64(4 * time.Second))
-		if n, most := calls(10*time.Minute), int(10*time.Minute/(remember-ahead)); n < most/2 || n > most {
-			t.Errorf("%d reviews in ten minutes, want at most %d", n, most)
+		time.Sleep(2 * time.Second)
+		if _, err := k.MayAcknowledge(t.Context(), who, ""); err == nil {
+			t.Errorf("a refusal stands in for more than %s", standIn)
 		}
-		// While it has no answer, it is asked again soon, and not at each call.
-		for before := reviews.Load(); reviews.Load() == before; {
-			calls(time.Second)
-		}
-		calls(4 * time.Second)
-		away.Store(true)
-		if n, want := calls(remember-5*time.Second), int(ahead/askTimeout); n < want-1 || n > want {
-			t.Errorf("%d reviews without an answer, want %d", n, want)
-		}
-		// A token that is taken back is used for a minute at most.
-		slow.Store(0)
-		away.Store(false)
-		refuses.Store(true)
-		time.Sleep(remember)
-		if _, err := s.Authenticate(t.Context(), "token"); err == nil {
-			t.Error("a token that is not valid any more is used for longer than a minute")
-		}
+		time.Sleep(askTimeout)
 	})
 }
 
@@ -324,7 +468,7 @@ func TestWhatIsRememberedIsBounded(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if n := len(s.Kubernetes.tokens); n > maxRemembered {
+	if n := len(s.Kubernetes.tokens.answers); n > maxRemembered {
 		t.Errorf("%d tokens are remembered", n)
 	}
 }
