@@ -2,6 +2,7 @@ package coordinator
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/http"
 	"net/netip"
@@ -25,8 +26,9 @@ const (
 // PodContext is what a replica's cache has about a pod whose barrier is asked for.
 type PodContext struct {
 	// Known: there is such a pod, with this UID. Terminating: it has a deletionTimestamp in the
-	// cache.
+	// cache, and Grace is the grace period of its deletion.
 	Known, Terminating bool
+	Grace              time.Duration
 	// Here: the agent that asks is on the pod's node. Elsewhere: see [Options.Elsewhere].
 	Here, Elsewhere bool
 	// NotEnforced: the pod's mode is observe or off. Partly: a container has no hook.
@@ -79,6 +81,11 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 	c.mu.Lock()
 	defer c.unlock()
 	bar, err := c.core.Bar(arrived, who, asked, s)
+	var terminating Terminating
+	if errors.As(err, &terminating) {
+		return wire.BarrierStatus{Waiting: []string{}, Terminating: true,
+			GraceMillis: terminating.Grace.Milliseconds()}, nil
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -190,18 +197,28 @@ type Bar struct {
 // it knows none of the pod's Services, or would wait for agents that are not connected here.
 const strangerTime = 2 * time.Second
 
-// Bar begins the wait of a hook. s is the context of its pod.
+// Terminating is the error for a hook whose agent does not know that its pod is terminating.
+type Terminating struct {
+	// Grace is the grace period of the deletion.
+	Grace time.Duration
+}
+
+func (Terminating) Error() string { return "the pod is terminating" }
+
+// Bar begins the wait of a hook. s is the context of its pod. An error is a refusal, or
+// [Terminating].
 func (c *Core) Bar(now time.Time, who Identity, asked wire.BarrierRequest, s PodContext) (*Bar, error) {
-	terminating := asked.Terminating || s.Terminating
 	bound, elapsed := boundOf(asked)
 	switch {
 	case s.Known && !s.Here:
 		return nil, refusal{http.StatusForbidden, fmt.Sprintf("pod %s is not on the node of %s", asked.Pod, who.Name)}
-	case !s.Known && !terminating:
+	case !s.Known && !asked.Terminating:
 		return nil, refusal{http.StatusNotFound, fmt.Sprintf("pod %s is not known here", asked.Pod)}
+	case s.Terminating && !asked.Terminating:
+		return nil, Terminating{s.Grace}
 	case s.Elsewhere && !s.NotEnforced && elapsed < min(strangerTime, bound/2):
 		return nil, refusal{http.StatusServiceUnavailable, "another replica has more agents"}
-	case s.Known && len(s.Addresses) == 0 && terminating && !s.NotEnforced:
+	case s.Known && len(s.Addresses) == 0 && asked.Terminating && !s.NotEnforced:
 		// Agents ask only for pods whose address they know, so this cache is late. A watch of no
 		// address would be Unknown until the bound.
 		return nil, refusal{http.StatusServiceUnavailable, fmt.Sprintf("no address of pod %s is known here", asked.Pod)}
@@ -214,8 +231,8 @@ func (c *Core) Bar(now time.Time, who Identity, asked wire.BarrierRequest, s Pod
 	if s.Known {
 		asked.Targets = s.Addresses
 	}
-	return &Bar{core: c, context: s, until: now.Add(min(bound, RestartTimeout)), Restart: !terminating,
-		stopped: asked.Since, Look: terminating && !s.Terminating, seesQuiet: asked.SeesQuiet,
+	return &Bar{core: c, context: s, until: now.Add(min(bound, RestartTimeout)), Restart: !asked.Terminating,
+		stopped: asked.Since, Look: asked.Terminating && !s.Terminating, seesQuiet: asked.SeesQuiet,
 		stranger: !s.Known && elapsed < strangerTime,
 		of: drain.Barrier{Pod: asked.Pod, By: who.Agent, Targets: asked.Targets, Since: now.Add(-elapsed),
 			Bound: bound},

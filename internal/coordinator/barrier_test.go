@@ -711,6 +711,28 @@ func TestAContainerThatIsRestarted(t *testing.T) {
 	})
 }
 
+// The agent of the pod's node could not read the pod, and takes a deletion for a restart.
+func TestADeletionThatAnAgentDoesNotKnowOf(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n, near := newNetwork(t), newNearby()
+		near.Grace = 35 * time.Second
+		n.replica("replica-0", "a", with(near))
+		one := n.nodeAgent("node-1", "replica-0")
+		stays := func(b *wire.BarrierRequest) { b.Terminating, b.BoundMillis = false, 2000 }
+		if got := <-one.hook(pod("a"), stays); got.err != nil || !got.Terminating || got.GraceMillis != 35_000 ||
+			got.took > 0 {
+			t.Errorf("%+v, want the answer that the pod is terminating, at once", got)
+		}
+		near.set(func(c *PodContext) { c.Here = false })
+		if got := <-one.hook(pod("a"), stays); got.err == nil || got.Terminating {
+			t.Errorf("an agent of another node is told: %+v", got)
+		}
+		if _, ok := one.eyes.watching(pod("a")); ok {
+			t.Error("a barrier is open")
+		}
+	})
+}
+
 func TestWhatIsRefusedAtTheBarrier(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)

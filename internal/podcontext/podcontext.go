@@ -82,7 +82,9 @@ func (v *Source) PodContext(ctx context.Context, agent string, pod drain.Pod) (s
 	case err != nil:
 		return s, fmt.Errorf("read pod %s from the cache: %w", pod, err)
 	}
-	s.Known, s.Terminating = true, is.DeletionTimestamp != nil
+	if s.Known, s.Terminating = true, is.DeletionTimestamp != nil; s.Terminating {
+		s.Grace = grace(&is)
+	}
 	s.Partly = is.Annotations[keys.BarrierUncovered] != ""
 	s.IdleBound = v.duration(&is, idleBound, time.ParseDuration)
 	if agent == "" {

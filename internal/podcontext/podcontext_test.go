@@ -142,6 +142,10 @@ func TestPodContext(t *testing.T) {
 			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, state: "soon",
 			want: coordinator.PodContext{Known: true, Terminating: true, Here: true},
 		},
+		"the grace period of the deletion": {
+			pod:  func(p *corev1.Pod) { p.DeletionGracePeriodSeconds = ptr.To(int64(35)) },
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true, Grace: 35 * time.Second},
+		},
 		"connections are to be waited for, says the pod": {
 			pod:  func(p *corev1.Pod) { p.Annotations = map[string]string{idleBound: "25s"} },
 			want: coordinator.PodContext{Known: true, Terminating: true, Here: true, IdleBound: 25 * time.Second},

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"net/netip"
 	"slices"
 	"time"
@@ -556,7 +557,14 @@ func (c *coord) bar(x *barred) {
 		return
 	}
 	var err error
-	if x.bar, err = c.core.Bar(c.now(), coordinator.Identity{Agent: x.a.id}, x.asked, c.context(x)); err != nil {
+	x.bar, err = c.core.Bar(c.now(), coordinator.Identity{Agent: x.a.id}, x.asked, c.context(x))
+	if errors.As(err, new(coordinator.Terminating)) {
+		// The hook of the deletion is not this one: here the kubelet runs it for itself.
+		w.measure("hooks of pods that stayed whose agent is told that the pod is terminating")
+		x.answer(true, pass{reason: "Terminating"})
+		return
+	}
+	if err != nil {
 		x.answer(false, pass{})
 		return
 	}

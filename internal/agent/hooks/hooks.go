@@ -337,7 +337,13 @@ func (s *Server) wait(p nodepods.Pod) (why outcome, detail string) {
 			p = is
 		}
 		if p.Since.IsZero() {
-			return s.restart(p, began.Add(restartTimeout), detail)
+			passed, detail := s.restart(p, began.Add(restartTimeout), detail)
+			if !passed.Terminating {
+				return outRestart, detail
+			}
+			// The deletion was just before the hook, unless the kubelet was restarted.
+			p.Since, p.Seen = began.UTC(), began
+			p.Allowed = time.Duration(passed.GraceMillis) * time.Millisecond
 		}
 	}
 	return s.barrier(p)
@@ -345,8 +351,8 @@ func (s *Server) wait(p nodepods.Pod) (why outcome, detail string) {
 
 // restart makes directed gateways exclude a pod whose container is about to be stopped although the
 // pod stays: the kubelet restarts the container, evicts the pod or shuts the node down. It returns
-// by until, or as soon as the pod is terminating.
-func (s *Server) restart(p nodepods.Pod, until time.Time, detail string) (outcome, string) {
+// by until, or as soon as the pod is terminating, with the answer of a coordinator.
+func (s *Server) restart(p nodepods.Pod, until time.Time, detail string) (wire.BarrierStatus, string) {
 	ctx, cancel := context.WithDeadline(context.Background(), until)
 	var looking sync.WaitGroup
 	defer looking.Wait()
@@ -366,11 +372,11 @@ func (s *Server) restart(p nodepods.Pod, until time.Time, detail string) (outcom
 	}
 	switch {
 	case err == nil:
-		return outRestart, passed.Reason
+		return passed, passed.Reason
 	case detail == "":
 		detail = err.Error()
 	}
-	return outRestart, detail
+	return passed, detail
 }
 
 // answer is the answer of a coordinator.
@@ -393,16 +399,17 @@ func (s *Server) barrier(p nodepods.Pod) (outcome, string) {
 		// On every turn, so that a state that was entered while a coordinator answered is not
 		// missed.
 		w.Look(time.Now(), local.Reading())
-		switch {
-		case w.Over:
+		if w.Over {
 			return w.Outcome, w.detail
-		case w.Ask != nil:
+		}
+		if w.Ask != nil {
 			ask := *w.Ask
 			asking.Go(func() {
 				passed, err := s.ask(ctx, ask)
 				answers <- answer{passed, err}
 			})
-		case w.Count:
+		}
+		if w.Count {
 			local.Count()
 		}
 		timer := time.NewTimer(time.Until(w.Wake))

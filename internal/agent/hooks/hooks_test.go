@@ -93,6 +93,21 @@ func (n *testNode) atMost(reason string, most, last time.Duration) {
 	n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
 }
 
+// every calls f again and again until the test ends.
+func (n *testNode) every(pause time.Duration, f func()) {
+	ctx, cancel := context.WithCancel(context.Background())
+	n.Cleanup(cancel)
+	go func() {
+		for ctx.Err() == nil {
+			f()
+			select {
+			case <-ctx.Done():
+			case <-time.After(pause):
+			}
+		}
+	}()
+}
+
 // hookFrom is one hook's request from an address.
 func (n *testNode) hookFrom(id, from string) chan got {
 	out := make(chan got, 1)
@@ -298,8 +313,8 @@ func TestHooksEnd(t *testing.T) {
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
 			},
-			code: 200, prefix: "IdleBound", counts: "IdleBound", least: 15 * time.Second,
-			most: 15*time.Second + countedLate,
+			code: 200, prefix: "IdleBound", counts: "IdleBound", least: countEarly + localIdle,
+			most: countEarly + localIdle + countedLate,
 		},
 		"none has come during a stated wait": {
 			before: func(n *testNode) {
@@ -337,6 +352,30 @@ func TestHooksEnd(t *testing.T) {
 			before: func(n *testNode) { n.atMost("NoAgents", 25*time.Second, 8*time.Second) },
 			code:   200, prefix: "NoAgents", counts: "NoAgents", least: 18 * time.Second,
 			most: 19 * time.Second,
+		},
+		"a wait of at most 25s, and gateways acknowledge after 14s": {
+			before: func(n *testNode) {
+				n.atMost("Acknowledged", 25*time.Second, 0)
+				// As the kernel's gateway does: it counts by itself, and measures how long it is
+				// quiet from when it was first told to count.
+				var told atomic.Pointer[time.Time]
+				count := func() {
+					quiet := time.Duration(0)
+					if since := told.Load(); since != nil {
+						quiet = time.Since(*since)
+					}
+					n.k.Quiet(podTarget, quiet)
+				}
+				n.k.OnCount(func() { now := time.Now(); told.CompareAndSwap(nil, &now); count() })
+				n.every(100*time.Millisecond, count)
+				ask := n.ask
+				n.ask = func(ctx context.Context, asked wire.BarrierRequest) (wire.BarrierStatus, error) {
+					time.Sleep(14 * time.Second)
+					return ask(ctx, asked)
+				}
+			},
+			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 14 * time.Second,
+			most: 15 * time.Second,
 		},
 		"a wait of at most 25s, and clients come until its end": {
 			before: func(n *testNode) { n.atMost("Acknowledged", 25*time.Second, time.Hour) },
@@ -491,6 +530,28 @@ func TestHooksEnd(t *testing.T) {
 				}
 			},
 			code: 200, prefix: "Restart", counts: outRestart, least: 2 * time.Second, most: 2 * time.Second,
+		},
+		"the API server does not answer, and a coordinator knows of the deletion": {
+			before: func(n *testNode) {
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.live = func(ctx context.Context, _ drain.Pod) (nodepods.Pod, bool, error) {
+					<-ctx.Done()
+					return nodepods.Pod{}, false, ctx.Err()
+				}
+				n.ask = func(_ context.Context, b wire.BarrierRequest) (wire.BarrierStatus, error) {
+					if !b.Terminating {
+						return wire.BarrierStatus{Terminating: true, GraceMillis: 25_000}, nil
+					}
+					// of the grace period, 5 s are the application's
+					if b.Since.IsZero() || b.BoundMillis != 19_750 || b.ElapsedMillis != 1000 {
+						n.Errorf("asked for %+v", b)
+					}
+					time.Sleep(5 * time.Second)
+					return wire.BarrierStatus{Reason: "Acknowledged"}, nil
+				}
+			},
+			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 6 * time.Second,
+			most: 6*time.Second + countedLate,
 		},
 		"the agent stops": {
 			before: func(n *testNode) {

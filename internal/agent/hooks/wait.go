@@ -24,6 +24,10 @@ const (
 	// pod, countedLate how long to wait for a new count.
 	countedFresh = time.Second
 	countedLate  = 500 * time.Millisecond
+	// countEarly is how long after the deletion connections begin to be counted, although no
+	// coordinator has answered: it may state a wait that ends when nothing comes any more. Until
+	// the answer, a count is at most that old.
+	countEarly = 2 * time.Second
 	// answerMargin is how much earlier than the end of the hook a coordinator has to answer, so
 	// that it can still name the agents that it waited for.
 	answerMargin = 250 * time.Millisecond
@@ -52,6 +56,8 @@ type Wait struct {
 	// alone is since when no coordinator can be asked, because of trouble. Zero: one can be.
 	alone   time.Time
 	trouble string
+	// counting: the kernel was told to count, and measures from then on how long it is quiet.
+	counting bool
 	// passed is the answer of a coordinator at passedAt. removedAt is since when the kernel has
 	// been Removed. Zero: not yet.
 	passed              wire.BarrierStatus
@@ -89,14 +95,17 @@ func (w *Wait) Look(now time.Time, is gateway.Reading) {
 		return
 	}
 	passed := !w.passedAt.IsZero()
+	age := now.Sub(is.Counted)
 	if passed {
 		if why, over := w.mayStop(now, is); over {
 			w.end(why, outcomeText(w.passed))
 			return
 		}
-		age := now.Sub(is.Counted)
-		w.Count = age > countedFresh || age > countedFresh/2 && !w.statedOver(now, is)
+		w.Count = !w.counting || age > countedFresh || age > countedFresh/2 && !w.statedOver(now, is)
+	} else if now.Sub(w.pod.Seen) >= countEarly {
+		w.Count = !w.counting || age >= countEarly
 	}
+	w.counting = w.counting || w.Count
 	switch {
 	case now.Before(w.pod.Deadline()):
 	case passed && !w.statedOver(now, is):
@@ -118,15 +127,14 @@ func (w *Wait) Look(now time.Time, is gateway.Reading) {
 			ElapsedMillis: now.Sub(w.pod.Seen).Milliseconds(), SeesQuiet: true,
 		}
 	}
-	// While a coordinator is being asked, its answer wakes the caller. A count does so only if it
-	// changes the state.
+	// The answer of a coordinator wakes the caller. A count does so only if it changes the state.
 	pause := askAgain
 	switch {
 	case passed && !w.statedOver(now, is):
 	case passed:
 		pause = countedLate / 20
 	case w.alone.IsZero():
-		return
+		pause = countEarly
 	}
 	if wake := now.Add(pause); wake.Before(w.Wake) {
 		w.Wake = wake

@@ -315,7 +315,11 @@ type BarrierRequest struct {
 
 // BarrierStatus answers a BarrierRequest.
 type BarrierStatus struct {
-	// Reason is a [drain.Reason].
+	// Terminating: the request says that the pod is not terminating, and it is. Nothing was waited
+	// for: the agent asks again. GraceMillis is the grace period of the deletion.
+	Terminating bool  `json:"terminating,omitempty"`
+	GraceMillis int64 `json:"graceMillis,omitempty"`
+	// Reason is a [drain.Reason], or empty with Terminating.
 	Reason string `json:"reason"`
 	// Waiting names the agents that were still waited for, as namespace/name (state).
 	Waiting []string `json:"waiting"`
