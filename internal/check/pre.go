@@ -124,7 +124,11 @@ func deletesPods(r admissionv1.RuleWithOperations) bool {
 func prePods(ctx context.Context, kube kubernetes.Interface, namespace string, node bool, add adder) {
 	_, err := kube.CoreV1().Namespaces().Get(ctx, namespace, metav1.GetOptions{})
 	if apierrors.IsNotFound(err) {
-		add(Note, "namespace "+namespace, "kubectl create namespace "+namespace+", then this check again",
+		way := "kubectl create namespace " + namespace + ", then this check again"
+		if node {
+			way += "; delete the namespace before an installation by the chart, which makes it"
+		}
+		add(Note, "namespace "+namespace, way,
 			"it does not exist yet: whether quotas, Pod Security and policies allow its pods is not known")
 		return
 	}
