@@ -98,7 +98,7 @@ func (s *Set) exclude(now time.Time, at int64, uid UID, since time.Time) *pod {
 	s.pods[uid] = p
 	for _, r := range s.ofPod[uid] {
 		r.pod = p
-		r.set(doubts, false)
+		r.set(unproven, false)
 		s.refresh(r)
 	}
 	return p
@@ -132,7 +132,8 @@ func (s *Set) Readmit(uid UID, holder string) bool {
 }
 
 // readmitIfFree takes p out of the held pods if it has no holder, and ends its exclusion if it is
-// not terminating either. After a lapse its targets are unproven where the pool has a check.
+// not terminating either. After a lapse its targets are unproven where the pool has a check that
+// has not found them unhealthy.
 func (s *Set) readmitIfFree(p *pod, lapsed bool) {
 	if len(p.holders) > 0 {
 		return
@@ -145,7 +146,7 @@ func (s *Set) readmitIfFree(p *pod, lapsed bool) {
 	for _, r := range s.ofPod[p.uid] {
 		r.pod = nil
 		if lapsed && r.is(claimed) {
-			r.set(unproven, r.pool.check != nil)
+			r.set(unproven, r.pool.check != nil && (!r.is(own) || r.verdict.Usable()))
 		}
 		s.refresh(r)
 	}

@@ -311,6 +311,14 @@ func TestWhomAnEarlierAgentTookOutStaysOutUntilAProbeSucceeds(t *testing.T) {
 	w.settle()
 	w.routed("web", "a b c d")
 
+	// A drain that is given up is no proof.
+	w = start(everySecond)
+	w.exclude("a", "r")
+	w.settle()
+	w.Readmit("a", "r")
+	w.settle()
+	w.routed("web", "b c d")
+
 	// It was probed before the gateway was first read, as by an agent that waits for its
 	// coordinators: it fails open like the others.
 	w = newWorld(t)
@@ -572,7 +580,7 @@ func TestALapsedExclusionNeedsASuccess(t *testing.T) {
 		w.probe(1, "a")
 		w.settle()
 		w.routed("web", "b")
-		w.why("a:lapsed b:chosen")
+		w.why("a:unhealthy b:chosen")
 		w.probe(2, "") // it may have failed twice
 		w.settle()
 		w.routed("web", "a b")
@@ -588,6 +596,24 @@ func TestALapsedExclusionNeedsASuccess(t *testing.T) {
 		w := lapsed(t)
 		w.list("web", ready("b"))
 		w.list("web", ready("a b")) // as new as any other
+		w.settle()
+		w.routed("web", "a b")
+	})
+	t.Run("all are unhealthy", func(t *testing.T) { // it is no worse than the others, which serve
+		w := lapsed(t)
+		w.probe(10, "a b")
+		w.settle()
+		w.routed("web", "a b")
+		w.why("a:failing-open b:failing-open")
+	})
+	t.Run("all were unhealthy before", func(t *testing.T) {
+		w := serving(t, "a b")
+		w.SetCheck(w.now, "web", everySecond)
+		w.probe(10, "a b")
+		w.exclude("a", "r")
+		w.settle()
+		w.pass(2 * time.Minute)
+		w.Lapse(w.now)
 		w.settle()
 		w.routed("web", "a b")
 	})

@@ -44,7 +44,8 @@ const (
 	present
 	routed
 	missing
-	// unproven: an exclusion of the pod lapsed, and its check has not had a success since.
+	// unproven: an exclusion of the pod lapsed, and its check has had neither a success nor a
+	// verdict since.
 	unproven
 	// own: the present check has reached the verdict.
 	own

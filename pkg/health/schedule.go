@@ -223,7 +223,7 @@ func (s *Set) take(at int64, r *record, outcome Outcome) bool {
 	if c := r.pool.check; c != nil && r.count(c.Thresholds, outcome.Kind) {
 		r.since = at
 		if r.is(own) {
-			r.set(found, false) // it has a verdict
+			r.set(doubts, false) // it has a verdict
 		}
 		s.refresh(r)
 	}
