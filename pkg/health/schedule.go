@@ -127,7 +127,7 @@ func (s *Set) SetCheck(now time.Time, pool Pool, c Check) {
 		r.set(own, false)
 		r.counters = [4]uint8{}
 		if check == nil {
-			r.set(unproven|found, false)
+			r.set(doubts, false)
 			if r.verdict != VerdictUnknown {
 				r.verdict, r.since = VerdictUnknown, at
 			}
@@ -204,8 +204,8 @@ func (s *Set) Report(now time.Time, job Job, outcome Outcome) bool {
 	r.missed = 0
 	at := s.begin(now)
 	s.fresh = false
-	if outcome.Kind == Success && r.flags&(unproven|found) != 0 {
-		r.set(unproven|found, false)
+	if outcome.Kind == Success && r.is(doubts) {
+		r.set(doubts, false)
 		s.refresh(r)
 	}
 	fresh = s.take(at, r, outcome)

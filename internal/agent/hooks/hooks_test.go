@@ -95,13 +95,11 @@ func (n *testNode) atMost(reason string, most, last time.Duration) {
 
 // every calls f again and again until the test ends.
 func (n *testNode) every(pause time.Duration, f func()) {
-	ctx, cancel := context.WithCancel(context.Background())
-	n.Cleanup(cancel)
 	go func() {
-		for ctx.Err() == nil {
+		for n.Context().Err() == nil {
 			f()
 			select {
-			case <-ctx.Done():
+			case <-n.Context().Done():
 			case <-time.After(pause):
 			}
 		}
