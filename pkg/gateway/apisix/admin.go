@@ -25,6 +25,8 @@ const (
 	// nowhere is an address that refuses connections. An upstream without targets has this node,
 	// because APISIX cannot merge into an empty set: it would store a null as the weight of a node.
 	nowhere = "127.0.0.1:1"
+	// forget follows WantAbsent once nothing runs on the target: its label goes, too.
+	forget = health.WantAbsent + 1
 	// veto is how long other agents do not route to a target that one agent has removed. A
 	// coordinator may take this long to send them the exclusion.
 	veto = 30 * time.Second
@@ -141,11 +143,11 @@ func (g *Gateway) upstream(ctx context.Context, pool health.Pool) (*upstream, er
 	if err != nil {
 		return nil, err
 	}
-	value, why := answer.Value, ""
+	value, nodes, why := answer.Value, nodesOf(answer.Value.Nodes), ""
 	switch {
 	case value.Labels[mark] == "":
 		why = "has no label " + mark + ": no agent has made it"
-	case bytes.HasPrefix(value.Nodes, []byte("[")):
+	case bytes.HasPrefix(value.Nodes, []byte("[")) && len(nodes) > 0: // [] is how APISIX stores an empty set
 		return nil, fmt.Errorf("upstream %s has its nodes as a list, into which changes cannot be merged", pool)
 	case value.Type == "ewma":
 		why = "balances by ewma"
@@ -154,7 +156,7 @@ func (g *Gateway) upstream(ctx context.Context, pool health.Pool) (*upstream, er
 	case value.Service != "":
 		why = "has a service_name of discovery"
 	}
-	u := &upstream{version: answer.ModifiedIndex, nodes: nodesOf(value.Nodes), labels: map[health.Target]label{}}
+	u := &upstream{version: answer.ModifiedIndex, nodes: nodes, labels: map[health.Target]label{}}
 	if why != "" {
 		u.refused = fmt.Errorf("upstream %s %s: not covered", pool, why)
 	}
@@ -190,10 +192,11 @@ func address(host string, port int) string {
 }
 
 // write changes one upstream object as its targets want, and begins again if another writer was
-// faster. vetoed has the targets that must not be routed yet, each with the reason.
+// faster. After a change it reads the object once more, because APISIX merges changes that two
+// agents make at once. vetoed has the targets that have to stay as they are, each with the reason.
 func (g *Gateway) write(ctx context.Context, pool health.Pool, wants map[health.Key]health.Want) (
 	vetoed map[health.Key]error, err error) {
-	for {
+	for changed := false; ; {
 		u, err := g.upstream(ctx, pool)
 		if err != nil {
 			return nil, err
@@ -203,14 +206,19 @@ func (g *Gateway) write(ctx context.Context, pool health.Pool, wants map[health.
 			return vetoed, nil
 		}
 		_, err = g.call(ctx, http.MethodPatch, g.admin+"upstreams/"+string(pool), delta, new(any))
-		if !errors.Is(err, errConflict) || !signal.Sleep(ctx, pause) {
+		switch {
+		case errors.Is(err, errConflict) && signal.Sleep(ctx, pause):
+		case err != nil || changed:
 			return vetoed, errors.Join(err, ctx.Err())
+		default:
+			changed = true
 		}
 	}
 }
 
 // delta returns the changes to merge into u, and the vetoed targets. A null removes a node or a
-// label. An absent target also loses its label.
+// label. A target without use also loses its label. The last nodes stay, or come back, if another
+// agent has removed others, which this one may still believe to be routed.
 func (g *Gateway) delta(u *upstream, pool health.Pool, wants map[health.Key]health.Want) (
 	delta map[string]map[string]any, vetoed map[health.Key]error) {
 	nodes, labels, vetoed := map[string]any{}, map[string]any{}, map[health.Key]error{}
@@ -227,7 +235,7 @@ func (g *Gateway) delta(u *upstream, pool health.Pool, wants map[health.Key]heal
 			continue
 		case want == health.WantRouted:
 			after[k.Target] = "routed"
-		case want == health.WantAbsent:
+		case want == forget:
 			delete(after, k.Target)
 		case l == "routed":
 			after[k.Target] = label(fmt.Sprintf("removed/%d/%s", now.Add(veto).UnixMilli(), g.name))
@@ -246,6 +254,15 @@ func (g *Gateway) delta(u *upstream, pool health.Pool, wants map[health.Key]heal
 		}
 	}
 	if len(set) == 0 {
+		if kept := g.keep(u, pool, wants); len(kept) > 0 {
+			rest := maps.Clone(wants)
+			for k := range kept {
+				rest[k] = health.WantRouted
+			}
+			delta, vetoed = g.delta(u, pool, rest)
+			maps.Copy(vetoed, kept)
+			return delta, vetoed
+		}
 		set[nowhere] = 1
 	}
 	for node := range set {
@@ -261,4 +278,23 @@ func (g *Gateway) delta(u *upstream, pool health.Pool, wants map[health.Key]heal
 	delta = map[string]map[string]any{"nodes": nodes, "labels": labels}
 	maps.DeleteFunc(delta, func(_ string, v map[string]any) bool { return len(v) == 0 }) // it would replace all
 	return delta, vetoed
+}
+
+// keep returns the targets without which u would have none, each with the reason: those that this
+// agent takes out, although they are not to be absent, if another agent has taken out others.
+func (g *Gateway) keep(u *upstream, pool health.Pool, wants map[health.Key]health.Want) map[health.Key]error {
+	other, kept := "", map[health.Key]error{}
+	for _, l := range u.labels {
+		if _, agent := l.parse(); agent != g.name {
+			other = max(other, agent)
+		}
+	}
+	for k, want := range wants {
+		_, agent := u.labels[k.Target].parse()
+		mine := u.routes(k.Target) || agent == g.name
+		if k.Pool == pool && want == health.WantRemoved && mine && other != "" {
+			kept[k] = fmt.Errorf("the last one: %s has removed the others", other)
+		}
+	}
+	return kept
 }

@@ -38,6 +38,8 @@ type fake struct {
 	frozen    chan struct{} // nil while it answers
 	// conflicts is how many of the next patches find that another writer was faster.
 	conflicts int
+	// meanwhile is what another writer stores just before the next patch.
+	meanwhile map[string]any
 	// cut: nothing of etcd reaches the workers.
 	cut bool
 	// patches counts patches; health is what the health checker lists.
@@ -435,10 +437,17 @@ func (f *fake) admin(w http.ResponseWriter, r *http.Request, key string) {
 			refuse(w, http.StatusServiceUnavailable, "value changed before overwritten")
 			return
 		}
+		if other := f.meanwhile; other != nil {
+			f.meanwhile = nil
+			merge(o.value, other)
+		}
 		copied := map[string]any{}
 		raw, _ := json.Marshal(o.value)
 		_ = json.Unmarshal(raw, &copied)
 		merge(copied, body)
+		if nodes, ok := copied["nodes"].(map[string]any); ok && len(nodes) == 0 {
+			copied["nodes"] = []any{}
+		}
 		if hasNull(copied) {
 			refuse(w, http.StatusBadRequest, "invalid configuration: property \"nodes\" validation failed: "+
 				"object matches none of the required")

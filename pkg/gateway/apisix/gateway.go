@@ -7,7 +7,8 @@
 // Its labels name the pods at the addresses: the value of ADDRESS@UID is "routed" or
 // "removed/UNTIL/AGENT". The replicas of an APISIX share the object, and each replica has an agent.
 // If one agent has removed a target, the others do not add it again before UNTIL, because they may
-// not have received the exclusion yet.
+// not have received the exclusion yet. They do not remove the last one either, unless it is to be
+// absent: an agent may believe that a target which another has removed is still routed.
 //
 // The agent never writes weight 0, because retries would still go there. Package health decides
 // whether the last target is kept. An upstream without targets is not empty: it has one node that
@@ -108,36 +109,35 @@ func open(cfg Config, name string) *Gateway {
 
 // Apply implements gateway.Directed. It waits up to 500 ms for every process to apply the changes.
 func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
-	wants, writes := map[health.Key]health.Want{}, map[health.Key]health.Want{}
+	wants := map[health.Key]health.Want{}
 	for _, op := range ops {
 		if op.Want != health.WantUnknown { // of two ops for a key the later one holds
 			wants[op.Key] = op.Want
-			writes[op.Key] = min(op.Want, health.WantRemoved) // first
 		}
 	}
-	failed := g.writeAll(ctx, writes)
+	failed, writes := g.writeAll(ctx, wants), maps.Clone(wants)
 	maps.DeleteFunc(writes, func(k health.Key, _ health.Want) bool { return failed[k] != nil })
 	for deadline := time.Now().Add(fresh); len(writes) > 0; {
 		o, err := g.observe(ctx, slices.Collect(maps.Keys(writes)))
 		if err != nil {
 			return errors.Join(join(wants, failed), err)
 		}
-		late, forget := map[health.Key]error{}, map[health.Key]health.Want{}
+		late, idle := map[health.Key]error{}, map[health.Key]health.Want{}
 		for k, want := range writes {
 			switch is, read := o.Seen[k]; {
 			case !read:
 				late[k] = o.Unread[k.Pool]
 			case want == health.WantRouted && is.Missing:
 				late[k] = errors.New("not every process routes to it")
-			case want == health.WantRemoved && is.Routed:
+			case want != health.WantRouted && is.Routed:
 				late[k] = errors.New("a process may still route to it")
-			case wants[k] == health.WantAbsent && is.Present && is.Active == 0:
-				forget[k] = health.WantAbsent
+			case want == health.WantAbsent && is.Present && is.Active == 0:
+				idle[k] = forget
 			}
 		}
 		if len(late) == 0 || time.Now().After(deadline) || !signal.Sleep(ctx, pause) {
 			maps.Copy(failed, late)
-			maps.Copy(failed, g.writeAll(ctx, forget))
+			maps.Copy(failed, g.writeAll(ctx, idle))
 			break
 		}
 	}

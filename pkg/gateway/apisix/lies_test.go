@@ -371,6 +371,47 @@ func TestTheLastTargetLeavesANodeThatRefuses(t *testing.T) {
 	}
 }
 
+// Agent a takes out one target for its health, b the other, and each believes that what it has
+// not read lately is still routed. However their writes come, one target stays.
+func TestTwoAgentsDoNotEmptyAnUpstream(t *testing.T) {
+	later := time.Now().Add(time.Minute).UnixMilli()
+	for name, write := range map[string]func(l *lab){
+		"one after the other": func(l *lab) {
+			if err := l.f.open("b").Apply(t.Context(), ops(health.WantRemoved, l.left)); err != nil {
+				t.Fatal(err)
+			}
+		},
+		"at once": func(l *lab) {
+			l.f.meanwhile = map[string]any{"nodes": map[string]any{"10.0.0.2:80": nil},
+				"labels": map[string]any{"10.0.0.2:80@left": fmt.Sprintf("removed/%d/b", later)}}
+		},
+		"answers were lost": func(l *lab) {
+			l.f.set("upstreams/web", fmt.Sprintf(`{"nodes": [], "labels": {"lameduck": "agent",
+				"10.0.0.1:80@gone": "removed/%d/a", "10.0.0.2:80@left": "removed/%[1]d/b"}}`, later))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			l := newLab(t)
+			write(l)
+			err := l.g.Apply(t.Context(), ops(health.WantRemoved, l.gone))
+			if err == nil || !strings.Contains(err.Error(), "the last one: b has removed the others") {
+				t.Errorf("the last target is removed: %v", err)
+			}
+			u, err := l.g.upstream(t.Context(), "web")
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got := fmt.Sprint(u.nodes); got != "map[10.0.0.1:80:1]" || l.claim(l.gone) != "routed" {
+				t.Errorf("nodes are %s, and the last target is %s", got, l.claim(l.gone))
+			}
+			l.apply(health.WantAbsent, l.gone) // its pod terminates
+			if got := l.claim(l.gone); got != "idle" {
+				t.Errorf("a target that is to be absent is %s", got)
+			}
+		})
+	}
+}
+
 func TestAConflictIsTriedAgainAndAnotherRefusalIsNot(t *testing.T) {
 	l := newLab(t)
 	l.f.conflicts, l.f.patches = 5, 0
