@@ -68,10 +68,7 @@ func connect(kubeconfig string) (kubernetes.Interface, error) {
 
 // declared returns the routes that the agent declares to coordinators.
 func declared(kind gateway.Kind, can drain.Kind) []drain.Route {
-	every := drain.Route{Service: drain.EveryService, Via: drain.Endpoints, Kind: can, Granularity: drain.PerConnection}
-	if kind.PerRequest() {
-		every.Granularity = drain.PerRequest
-	}
+	every := drain.Route{Service: drain.EveryService, Via: drain.Endpoints, Kind: can}
 	var all []drain.Route
 	for _, r := range kind.Routes() {
 		route := every

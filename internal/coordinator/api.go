@@ -280,8 +280,6 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].via is required", i)}
 		case route.Kind == drain.KindUnknown:
 			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].kind is required", i)}
-		case route.Granularity == drain.GranularityUnknown:
-			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].granularity is required", i)}
 		case route.Via == drain.Endpoints && route.Kind == drain.Observed && d.Population == "":
 			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("population is required: routes[%d] is observed", i)}
 		}
@@ -413,8 +411,6 @@ func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports)
 			return refusal{http.StatusBadRequest, fmt.Sprintf("upTo.generation is longer than %d bytes", wire.MaxName)}
 		case up.State == drain.Kept:
 			return refusal{http.StatusBadRequest, fmt.Sprintf("upTo.state %q: name each pod that is kept", up.State)}
-		case up.State >= drain.Removed && up.Proof == drain.ProofNone:
-			return refusal{http.StatusBadRequest, fmt.Sprintf("upTo.proof is required with state %q", up.State)}
 		}
 	}
 	for i, r := range said.Reports {
@@ -427,9 +423,6 @@ func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports)
 		case len(r.Kept) > wire.MaxKept:
 			return refusal{http.StatusBadRequest,
 				fmt.Sprintf("reports[%d].kept is longer than %d bytes", i, wire.MaxKept)}
-		case r.State >= drain.Removed && r.Proof == drain.ProofNone:
-			return refusal{http.StatusBadRequest,
-				fmt.Sprintf("reports[%d].proof is required with state %q", i, r.State)}
 		}
 	}
 	var taken Taken
@@ -446,11 +439,11 @@ func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports)
 	if taken.News && c.Log.Enabled(ctx, slog.LevelDebug) {
 		if up := said.UpTo; up != nil {
 			c.Log.Debug("agent reports on all drains", "agent", who.Name, "revision", up.Revision,
-				"state", up.State.String(), "proof", up.Proof.String(), "generation", up.Generation, "boot", said.Boot)
+				"state", up.State.String(), "generation", up.Generation, "boot", said.Boot)
 		}
 		for _, r := range said.Reports {
 			c.Log.Debug("agent reports", "agent", who.Name, "uid", r.UID, "state", r.State.String(),
-				"proof", r.Proof.String(), "number", r.Number, "generation", r.Generation, "boot", said.Boot)
+				"number", r.Number, "generation", r.Generation, "boot", said.Boot)
 		}
 	}
 	if said.UpTo != nil {

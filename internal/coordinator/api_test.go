@@ -143,7 +143,7 @@ func TestStreamsOfOtherProtocolsAreRefused(t *testing.T) {
 }
 
 func TestPosts(t *testing.T) {
-	const route = `{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed","granularity":"request"}`
+	const route = `{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed"}`
 	with := func(old, new string) string {
 		return `{"session":SESSION,"gateway":"g","routes":[` + strings.Replace(route, old, new, 1) + `]}`
 	}
@@ -162,14 +162,10 @@ func TestPosts(t *testing.T) {
 			`via \"carrier pigeon\" is not one of [\"endpoints\" \"clusterIP\" \"dns\"]`},
 		"declaration of another kind": {wire.DeclarationsPath, with("directed", "beg"), 400,
 			`kind \"beg\" is not one of`},
-		"declaration of another granularity": {wire.DeclarationsPath, with("request", "sand"), 400,
-			`granularity \"sand\" is not one of`},
 		"declaration without via": {wire.DeclarationsPath, with(`"via":"endpoints",`, ""), 400,
 			"routes[0].via is required"},
-		"declaration without kind": {wire.DeclarationsPath, with(`"kind":"directed",`, ""), 400,
+		"declaration without kind": {wire.DeclarationsPath, with(`,"kind":"directed"`, ""), 400,
 			"routes[0].kind is required"},
-		"declaration without granularity": {wire.DeclarationsPath, with(`,"granularity":"request"`, ""), 400,
-			"routes[0].granularity is required"},
 		"declaration without service": {wire.DeclarationsPath, with(`"name":"web"`, `"name":""`), 400,
 			"routes[0].service: namespace and name are required"},
 		"declaration with another session": {wire.DeclarationsPath, `{"session":99}`, 409, "open a new stream"},
@@ -177,7 +173,7 @@ func TestPosts(t *testing.T) {
 		"declaration that is no JSON":      {wire.DeclarationsPath, `routes`, 400, "body: invalid character 'r'"},
 		"declaration without population": {wire.DeclarationsPath, strings.Replace(
 			`{"session":SESSION,"routes":[ROUTE]}`, "ROUTE",
-			`{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"observed","granularity":"connection"}`, 1,
+			`{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"observed"}`, 1,
 		), 400, "population is required: routes[0] is observed"},
 		"declaration of a long population": {
 			wire.DeclarationsPath, `{"session":SESSION,"population":"` + strings.Repeat("x", 254) + `"}`, 400,
@@ -223,18 +219,18 @@ func TestLinesOfReports(t *testing.T) {
 		line, want string
 		phase      drain.Phase
 	}{
-		"idle": {`{"session":1,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","number":1}]}`, "",
+		"idle": {`{"session":1,"reports":[{"uid":"uid-a","state":"idle","number":1}]}`, "",
 			drain.Released},
-		"unknown keys": {`{"session":1,"new":1,"reports":[{"uid":"uid-a","state":"removed","proof":"timed","x":3}]}`,
+		"unknown keys": {`{"session":1,"new":1,"reports":[{"uid":"uid-a","state":"removed","x":3}]}`,
 			"", drain.Unrouting},
 		"nothing": {`{"session":1}`, "", drain.Unrouting},
 		"of an earlier drain": {
-			`{"session":1,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","number":99}]}`, "",
+			`{"session":1,"reports":[{"uid":"uid-a","state":"idle","number":99}]}`, "",
 			drain.Unrouting},
-		"another proof": {`{"session":1,"reports":[{"uid":"uid-a","state":"idle","proof":"oath"}]}`,
-			`proof "oath" is not one of`, drain.Unrouting},
+		"another state": {`{"session":1,"reports":[{"uid":"uid-a","state":"gone","number":1}]}`,
+			`state "gone" is not one of`, drain.Unrouting},
 		"before the clock": {
-			`{"session":1,"at":-1,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","number":1}]}`,
+			`{"session":1,"at":-1,"reports":[{"uid":"uid-a","state":"idle","number":1}]}`,
 			"at -1: must not be negative", drain.Unrouting},
 		"a number for a string": {`{"session":1,"reports":[{"uid":7}]}`, "cannot unmarshal number", drain.Unrouting},
 		"too many": {`{"session":1,"reports":[` + many + `]}`, "reports: 10001 are more than 10000",
@@ -277,7 +273,7 @@ func TestASessionOfAnotherAgentIsStale(t *testing.T) {
 // nothing.
 func FuzzPosts(f *testing.F) {
 	f.Add(
-		[]byte(`{"session":1,"gateway":"g","routes":[{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed","granularity":"request"}]}`))
+		[]byte(`{"session":1,"gateway":"g","routes":[{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed"}]}`))
 	f.Add([]byte(`{"session":1}}`))
 	f.Add([]byte(`null`))
 	f.Fuzz(func(t *testing.T, body []byte) {
@@ -309,7 +305,7 @@ func FuzzPosts(f *testing.F) {
 // A million Services, or a name as long as a book, cost the one who sends them a refusal.
 func TestWhatIsTooMuchIsRefusedByName(t *testing.T) {
 	many := func(n int, one string) string { return strings.TrimSuffix(strings.Repeat(one+",", n), ",") }
-	route := `{"service":{"namespace":"shop","name":"NAME"},"via":"endpoints","kind":"directed","granularity":"request"}`
+	route := `{"service":{"namespace":"shop","name":"NAME"},"via":"endpoints","kind":"directed"}`
 	long := strings.Repeat("x", 254)
 	for name, c := range map[string]struct {
 		path, body string
@@ -352,7 +348,7 @@ func TestRoutesInNamespacesWithoutRightAreRefused(t *testing.T) {
 		d := wire.Declaration{Session: 2}
 		for _, ns := range namespaces {
 			d.Routes = append(d.Routes, drain.Route{Service: drain.Service{Namespace: ns, Name: "x"},
-				Via: drain.Endpoints, Kind: drain.Directed, Granularity: drain.PerRequest})
+				Via: drain.Endpoints, Kind: drain.Directed})
 		}
 		text, err := json.Marshal(d)
 		if err != nil {

@@ -140,8 +140,7 @@ func (n *network) nodeAgent(id string, hosts ...string) *nodeAgent {
 	a.agent = n.agentWith(id, func(c *client.Client) {
 		c.Watches = a.eyes
 		c.Population = drain.Nodes
-		c.Routes = []drain.Route{{Service: drain.EveryService, Via: drain.Endpoints, Kind: drain.Observed,
-			Granularity: drain.PerConnection}}
+		c.Routes = []drain.Route{{Service: drain.EveryService, Via: drain.Endpoints, Kind: drain.Observed}}
 	}, hosts...)
 	return a
 }
@@ -154,10 +153,7 @@ func (a *nodeAgent) see(t *testing.T, p drain.Pod, s drain.State, quiet bool) {
 		a.eyes.mu.Unlock()
 		t.Fatalf("%s is not watched", p)
 	}
-	of.report.State, of.report.NoConnections, of.report.Proof = s, quiet, drain.ProofNone
-	if s >= drain.Removed {
-		of.report.Proof = drain.Runtime
-	}
+	of.report.State, of.report.NoConnections = s, quiet
 	a.eyes.mu.Unlock()
 	a.Wake()
 	synctest.Wait()

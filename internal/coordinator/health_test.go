@@ -150,7 +150,7 @@ func TestHealthIsNeverInTheWay(t *testing.T) {
 		}
 		held := r.hold(pod("a"), web)
 		say(`{"session":SESSION,"boot":"b","reports":[{"uid":"` + string(
-			pod("a").UID) + `","state":"idle","proof":"runtime","number":1}]}`)
+			pod("a").UID) + `","state":"idle","number":1}]}`)
 		answered(t, held, "Released Acknowledged held=true after 0s")
 	})
 }

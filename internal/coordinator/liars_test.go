@@ -23,7 +23,7 @@ func TestLiarsDelayNobody(t *testing.T) {
 			"%s\r\nContent-Length: %d\r\n\r\n%s", path, token, len(body), body)
 	}
 	services := `{"session":1,"routes":[` + strings.Repeat(
-		`{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed","granularity":"request"},`,
+		`{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed"},`,
 		1_000_000)
 	for name, c := range map[string]struct {
 		// says is what is sent, with the session of agent one and of agent liar in the place of ONE

@@ -61,7 +61,7 @@ func TestAnAgentOfOneNamespaceChangesNoDrainOfAnother(t *testing.T) {
 		for i := range 4 {
 			says = append(says,
 				fmt.Sprintf(`{"uid":"uid-core-%d","state":"routing","number":1}`, i),
-				fmt.Sprintf(`{"uid":"uid-core-%d","state":"idle","proof":"runtime","number":1}`, i))
+				fmt.Sprintf(`{"uid":"uid-core-%d","state":"idle","number":1}`, i))
 		}
 		if _, err := fmt.Fprintf(liar.conn, `{"session":%d,"reports":[%s]}`+"\n", session,
 			strings.Join(says, ",")); err != nil {

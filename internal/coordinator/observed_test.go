@@ -20,8 +20,7 @@ func TestWhatADeletionWouldHaveWaitedForIsMeasured(t *testing.T) {
 		edge := &nodeAgent{eyes: &eyes{of: map[drain.UID]*seen{}, was: map[drain.UID]drain.Report{}}}
 		edge.agent = n.agentWith("edge", func(c *client.Client) {
 			c.Watches = edge.eyes
-			c.Routes = []drain.Route{{Service: web, Via: drain.Endpoints, Kind: drain.Directed,
-				Granularity: drain.PerRequest}}
+			c.Routes = []drain.Route{{Service: web, Via: drain.Endpoints, Kind: drain.Directed}}
 		}, "replica-0")
 		p := pod("a")
 		request := Request{Pod: p, Targets: []drain.Targets{{Service: web, Usable: []drain.UID{"other", p.UID}}}}

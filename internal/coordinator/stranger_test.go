@@ -56,7 +56,7 @@ func TestAStreamEndsWithWhatItRestsOn(t *testing.T) {
 				})
 				s, session := n.upgraded(c.agent, "replica-0")
 				if code, text := r.ask(http.MethodPost, c.agent, wire.DeclarationsPath,
-					fmt.Sprintf(`{"session":%d,"routes":[{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed","granularity":"request"}]}`, session)); code != 200 {
+					fmt.Sprintf(`{"session":%d,"routes":[{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed"}]}`, session)); code != 200 {
 					t.Fatal(code, text)
 				}
 				began := time.Now()

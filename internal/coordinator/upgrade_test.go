@@ -98,7 +98,7 @@ func TestALineOfManyReportsIsTaken(t *testing.T) {
 				said.Reports = append(said.Reports, drain.Report{UID: drain.UID(fmt.Sprint("other-", i))})
 			}
 			said.Reports = append(said.Reports,
-				drain.Report{UID: pod("a").UID, State: drain.Idle, Proof: drain.Runtime, Number: 1})
+				drain.Report{UID: pod("a").UID, State: drain.Idle, Number: 1})
 			held := r.hold(pod("a"), web)
 			text, _ := json.Marshal(said)
 			for piece := range slices.Chunk(append(text, '\n'), 1000) {
@@ -120,14 +120,10 @@ func TestWhatIsRefusedInTheStreamEndsIt(t *testing.T) {
 		"no JSON": {"nonsense\n", "reports: invalid character 'o' in literal null (expecting 'u')", 0},
 		"unknown state": {`{"session":SESSION,"boot":"b","reports":[{"uid":"u","state":"gone"}]}` + "\n",
 			`reports: state "gone" is not one of ["unknown" "routing" "kept" "removed" "idle"]`, 0},
-		"no UID": {`{"session":SESSION,"boot":"b","reports":[{"state":"idle","proof":"runtime"}]}` + "\n",
+		"no UID": {`{"session":SESSION,"boot":"b","reports":[{"state":"idle"}]}` + "\n",
 			"reports[0].uid is required", 0},
-		"no proof": {`{"session":SESSION,"boot":"b","reports":[{"uid":"u","state":"idle"}]}` + "\n",
-			`reports[0].proof is required with state "idle"`, 0},
-		"all kept": {`{"session":SESSION,"boot":"b","upTo":{"revision":1,"state":"kept","proof":"none"}}` + "\n",
+		"all kept": {`{"session":SESSION,"boot":"b","upTo":{"revision":1,"state":"kept"}}` + "\n",
 			`upTo.state "kept": name each pod that is kept`, 0},
-		"no proof of all": {`{"session":SESSION,"boot":"b","upTo":{"revision":1,"state":"idle"}}` + "\n",
-			`upTo.proof is required with state "idle"`, 0},
 		"a long generation": {`{"session":SESSION,"boot":"b","upTo":{"generation":"` +
 			strings.Repeat("g", wire.MaxName+1) + `"}}` + "\n", "upTo.generation is longer than 253 bytes", 0},
 		"another session": {`{"session":999,"boot":"b","reports":[]}` + "\n", errStale.text, 0},
@@ -215,7 +211,7 @@ func TestAnUpgradedStreamThatIsNotReadIsCut(t *testing.T) {
 
 // Whatever an agent writes into its stream is taken, or refused as its own fault, and ends.
 func FuzzListen(f *testing.F) {
-	f.Add([]byte(`{"session":1,"boot":"b","reports":[{"uid":"uid-a","state":"idle","proof":"runtime","number":1}]}`+"\n"), 1)
+	f.Add([]byte(`{"session":1,"boot":"b","reports":[{"uid":"uid-a","state":"idle","number":1}]}`+"\n"), 1)
 	f.Add([]byte("{}\n\nnull\n"), 2)
 	f.Add([]byte(strings.Repeat(" ", 9000)+`{"session":1}`+"\n"), 4096)
 	f.Fuzz(func(t *testing.T, text []byte, room int) {

@@ -339,7 +339,7 @@ func (h *history) reports(reports []drain.AgentReport) []api.AgentReport {
 	all := []api.AgentReport{}
 	for _, r := range reports {
 		all = append(all, api.AgentReport{Agent: r.Name, Gateway: h.gateway(r.Agent), State: r.State.String(),
-			Proof: r.Proof.String(), Since: r.Since, Received: r.Received, Connected: r.Connected,
+			Since: r.Since, Received: r.Received, Connected: r.Connected,
 			Suspended: r.Suspended})
 	}
 	return all

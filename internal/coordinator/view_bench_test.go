@@ -21,8 +21,7 @@ func BenchmarkReported(b *testing.B) {
 			now := time.Now()
 			i := 0
 			for b.Loop() {
-				said := []drain.Report{{UID: p.UID, State: drain.Removed + drain.State(i/len(ids)%2),
-					Proof: drain.Runtime, Number: 1}}
+				said := []drain.Report{{UID: p.UID, State: drain.Removed + drain.State(i/len(ids)%2), Number: 1}}
 				id := ids[i%len(ids)]
 				taken, _ := c.core.Report(now, id, wire.Reports{Session: sessions[i%len(ids)], Reports: said})
 				if noted {

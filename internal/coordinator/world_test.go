@@ -38,8 +38,7 @@ func pod(name string) drain.Pod {
 func routesOf(services ...drain.Service) []drain.Route {
 	all := []drain.Route{}
 	for _, s := range services {
-		all = append(all, drain.Route{Service: s, Via: drain.Endpoints, Kind: drain.Directed,
-			Granularity: drain.PerRequest})
+		all = append(all, drain.Route{Service: s, Via: drain.Endpoints, Kind: drain.Directed})
 	}
 	return all
 }
@@ -426,11 +425,7 @@ func (s *exclusions) Reports(time.Time) []drain.Report {
 	defer s.mu.Unlock()
 	reports := []drain.Report{}
 	for uid, of := range s.of {
-		r := drain.Report{UID: uid, Generation: "1", State: of.state}
-		if of.state >= drain.Removed {
-			r.Proof = drain.Runtime
-		}
-		reports = append(reports, r)
+		reports = append(reports, drain.Report{UID: uid, Generation: "1", State: of.state})
 	}
 	return reports
 }

@@ -65,7 +65,7 @@ func TestTheBarrierIsExplained(t *testing.T) {
 	suspended.Suspended = true
 	unable := observer("node-1", true)
 	unable.Routes, unable.Barrier = []drain.Route{{Service: drain.EveryService, Via: drain.ClusterIP,
-		Kind: drain.Observed, Granularity: drain.PerConnection}}, false
+		Kind: drain.Observed}}, false
 	for name, c := range map[string]struct {
 		pod      *corev1.Pod
 		parties  []drain.Acknowledger

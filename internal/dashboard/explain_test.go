@@ -28,7 +28,7 @@ func party(id string, via drain.Via, can drain.Kind) drain.Acknowledger {
 	return drain.Acknowledger{
 		AgentInfo: drain.AgentInfo{ID: drain.AgentID(id), Name: "edge/" + id, Connected: true, Ready: true,
 			Declared: true},
-		Routes: []drain.Route{{Service: web, Via: via, Kind: can, Granularity: drain.PerRequest}},
+		Routes: []drain.Route{{Service: web, Via: via, Kind: can}},
 		Hold:   via == drain.Endpoints && can == drain.Directed, Barrier: via == drain.Endpoints &&
 			can == drain.Observed,
 	}

@@ -85,7 +85,7 @@ func (h *haproxy) Reports(time.Time) []drain.Report {
 		case h.kept[uid]:
 			r.State, r.Kept, r.NoConnections = drain.Kept, "shop/web", true
 		case time.Since(at) >= letsGo:
-			r.State, r.Proof = drain.Idle, drain.Runtime
+			r.State = drain.Idle
 		}
 		all = append(all, r)
 	}
@@ -195,7 +195,7 @@ func newReplicaSet(t *testing.T, n int) *replicaSet {
 	agent.Token = func() (string, error) { return "t", nil }
 	agent.Boot, agent.Gateway, agent.Observer = "1", "haproxy", metrics.NewClient(prometheus.NewRegistry())
 	agent.Routes = []drain.Route{{Service: drain.Service{Namespace: "shop", Name: "web"}, Via: drain.Endpoints,
-		Kind: drain.Directed, Granularity: drain.PerRequest}}
+		Kind: drain.Directed}}
 	ctx, cancel := context.WithCancel(context.Background())
 	var running sync.WaitGroup
 	running.Go(func() {

@@ -20,7 +20,7 @@ func (w *world) observe(id AgentID) {
 func (w *world) observeAs(id AgentID, population string) {
 	w.Helper()
 	if _, ok := w.Declare(id, w.sessions[id], population,
-		[]Route{{EveryService, Endpoints, Observed, PerConnection}}); !ok {
+		[]Route{{EveryService, Endpoints, Observed}}); !ok {
 		w.Fatalf("declaration of %s refused", id)
 	}
 }
@@ -28,7 +28,7 @@ func (w *world) observeAs(id AgentID, population string) {
 // see reports at the barrier.
 func (w *world) see(id AgentID, p Pod, s State, quiet bool) {
 	w.Helper()
-	w.report(id, Report{UID: p.UID, State: s, Proof: Runtime, Gate: AtBarrier, NoConnections: quiet})
+	w.report(id, Report{UID: p.UID, State: s, Gate: AtBarrier, NoConnections: quiet})
 }
 
 // open opens the barrier of p, which was deleted just now, for its agent by.
@@ -72,7 +72,7 @@ func TestWhoHasNotHeardOfAPod(t *testing.T) {
 		w.observe(id)
 	}
 	sent := func(id AgentID, s State) {
-		w.report(id, Report{UID: p.UID, State: s, Proof: Runtime, Gate: AtBarrier, NoConnections: true, HasSent: true})
+		w.report(id, Report{UID: p.UID, State: s, Gate: AtBarrier, NoConnections: true, HasSent: true})
 	}
 	w.open(p, "node-1", func(b *Barrier) { b.Young = 4 * time.Second })
 	sent("node-1", Idle)
@@ -88,7 +88,7 @@ func TestWhoHasNotHeardOfAPod(t *testing.T) {
 	w.open(p, "node-1", func(b *Barrier) { b.Young = time.Second })
 	w.pass(2999 * time.Millisecond)
 	again := func() bool {
-		return w.report("node-3", Report{UID: p.UID, State: Removed, Proof: Runtime, Gate: AtBarrier})
+		return w.report("node-3", Report{UID: p.UID, State: Removed, Gate: AtBarrier})
 	}
 	if again() {
 		t.Error("an early reading is news")

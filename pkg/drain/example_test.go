@@ -16,7 +16,7 @@ func ExampleLedger() {
 	l.Expect(now, []drain.Expected{{ID: "a1", Name: "edge/haproxy-0", Ready: true}})
 	session := l.Connect(now, "a1", drain.Hello{Boot: "b1"})
 	l.Declare("a1", session, "", []drain.Route{{
-		Service: web, Via: drain.Endpoints, Kind: drain.Directed, Granularity: drain.PerRequest,
+		Service: web, Via: drain.Endpoints, Kind: drain.Directed,
 	}})
 
 	pod := drain.Pod{Namespace: "shop", Name: "web-1", UID: "4d1c"}
@@ -26,7 +26,7 @@ func ExampleLedger() {
 
 	open, _, told, _ := l.ChangesFor("a1", 0) // what the agent is sent
 	fmt.Println("excludes", open[0].Pod)
-	upTo := &drain.UpTo{Revision: told, State: drain.Idle, Proof: drain.Runtime}
+	upTo := &drain.UpTo{Revision: told, State: drain.Idle}
 	l.Report(now, now, "a1", session, upTo, nil)
 	s = l.Status(now, drain.AtHold, pod.UID)
 	fmt.Println(s.Phase, s.Reason)

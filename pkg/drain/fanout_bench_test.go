@@ -18,7 +18,7 @@ func BenchmarkAHundredDrains(b *testing.B) {
 	for i := range agents {
 		id := AgentID(fmt.Sprint("agent-", i))
 		sessions[id] = l.Connect(now, id, Hello{})
-		l.Declare(id, sessions[id], "", []Route{{Service{"shop", "web"}, Endpoints, Directed, PerRequest}})
+		l.Declare(id, sessions[id], "", []Route{{Service{"shop", "web"}, Endpoints, Directed}})
 	}
 	round := 0
 	for b.Loop() {
@@ -33,7 +33,7 @@ func BenchmarkAHundredDrains(b *testing.B) {
 		for _, id := range l.Affected() {
 			_, _, told, next := l.ChangesFor(id, sent[id])
 			sent[id] = next
-			l.Report(now, now, id, sessions[id], &UpTo{Revision: told, State: Idle, Proof: Runtime}, nil)
+			l.Report(now, now, id, sessions[id], &UpTo{Revision: told, State: Idle}, nil)
 			for _, uid := range l.Changed(AtHold) {
 				if s := l.Status(now, AtHold, uid); s.Phase == Released && s.Reason == Acknowledged {
 					released++

@@ -97,7 +97,7 @@ func TestNoChangeIsMissedByWhoLooksOnlyWhenTouched(t *testing.T) {
 			id := AgentID(fmt.Sprint("agent-", i))
 			w.sessions[id] = w.Connect(w.now, id, Hello{Observes: true})
 			w.Declare(id, w.sessions[id], Nodes,
-				[]Route{{web, Endpoints, Observed, PerConnection}, {api, Endpoints, Directed, PerRequest}})
+				[]Route{{web, Endpoints, Observed}, {api, Endpoints, Directed}})
 		}
 		known := map[*drain]Phase{}
 		look := func(d *drain) {
@@ -244,9 +244,9 @@ func (w *world) step(r *rand.Rand, id AgentID, p Pod, some func() []Service) str
 		w.sessions[id] = w.Connect(w.now, id, Hello{Boot: "boot", Observes: r.IntN(3) > 0})
 		return fmt.Sprintf("connect %s, who may observe", id)
 	case 18:
-		declared := []Route{{EveryService, Endpoints, Observed, PerConnection}}
+		declared := []Route{{EveryService, Endpoints, Observed}}
 		if r.IntN(2) == 0 {
-			declared = []Route{{web, Endpoints, Observed, PerConnection}, {api, Endpoints, Directed, PerRequest}}
+			declared = []Route{{web, Endpoints, Observed}, {api, Endpoints, Directed}}
 		}
 		w.Declare(id, session, []string{Nodes, "edge"}[r.IntN(2)], declared)
 		return fmt.Sprintf("%s declares %v", id, declared)
@@ -305,7 +305,7 @@ func (w *world) sayUpTo(r *rand.Rand, id AgentID, report Report) string {
 	if a := w.agents[id]; a != nil {
 		told = a.told
 	}
-	up := &UpTo{Revision: told - uint64(r.IntN(3)), State: report.State, Proof: report.Proof}
+	up := &UpTo{Revision: told - uint64(r.IntN(3)), State: report.State}
 	var but []Report
 	if r.IntN(2) == 0 {
 		report.State = State(r.IntN(5))

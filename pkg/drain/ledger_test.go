@@ -21,7 +21,7 @@ func pod(name string) Pod { return Pod{"shop", name, UID("uid-" + name)} }
 func routes(services ...Service) []Route {
 	var all []Route
 	for _, s := range services {
-		all = append(all, Route{s, Endpoints, Directed, PerRequest})
+		all = append(all, Route{s, Endpoints, Directed})
 	}
 	return all
 }
@@ -51,11 +51,7 @@ func (w *world) join(id AgentID, services ...Service) {
 
 func (w *world) say(id AgentID, p Pod, s State) {
 	w.Helper()
-	proof := ProofNone
-	if s >= Removed {
-		proof = Runtime
-	}
-	w.report(id, Report{UID: p.UID, State: s, Proof: proof})
+	w.report(id, Report{UID: p.UID, State: s})
 }
 
 // report reports on an agent's session, about the drain that is open if r gives no number.
@@ -213,12 +209,12 @@ func TestReportsCountOnlyOnTheOpenSession(t *testing.T) {
 	old := w.sessions["one"]
 	w.join("one", web)
 	w.ask(p, web)
-	idle := []Report{{UID: p.UID, State: Idle, Proof: Runtime, Number: 1}}
+	idle := []Report{{UID: p.UID, State: Idle, Number: 1}}
 	if news, _ := w.Report(w.now, w.now, "one", old, nil, idle); news {
 		t.Error("a report on a former session is news")
 	}
 	for _, id := range []AgentID{"stranger", "one"} {
-		if news, _ := w.Report(w.now, w.now, id, 0, &UpTo{Revision: 9, State: Idle, Proof: Runtime}, idle); news {
+		if news, _ := w.Report(w.now, w.now, id, 0, &UpTo{Revision: 9, State: Idle}, idle); news {
 			t.Error("a report without session is news")
 		}
 	}
@@ -229,7 +225,7 @@ func TestReportsCountOnlyOnTheOpenSession(t *testing.T) {
 	w.want(p, "Unrouting one:unknown")
 	w.say("one", p, Idle)
 	w.want(p, "Released Acknowledged")
-	if w.report("one", Report{UID: p.UID, State: Idle, Proof: Runtime}) {
+	if w.report("one", Report{UID: p.UID, State: Idle}) {
 		t.Error("a repeated report is news")
 	}
 }
@@ -242,15 +238,15 @@ func TestWhoIsOwed(t *testing.T) {
 	}{
 		"no agent": {func(*world) {}, "Released NoAgents"},
 		"routes by clusterIP": {func(w *world) {
-			w.declare("one", Route{web, ClusterIP, Directed, PerRequest})
+			w.declare("one", Route{web, ClusterIP, Directed})
 		}, "Released NoAgents"},
-		"routes by DNS": {func(w *world) { w.declare("one", Route{web, DNS, Directed, PerRequest}) },
+		"routes by DNS": {func(w *world) { w.declare("one", Route{web, DNS, Directed}) },
 			"Released NoAgents"},
 		"only observes": {func(w *world) {
-			w.declare("one", Route{web, Endpoints, Observed, PerConnection})
+			w.declare("one", Route{web, Endpoints, Observed})
 		}, "Released NoAgents"},
 		"both by clusterIP and directed": {func(w *world) {
-			w.declare("one", append(routes(web), Route{web, ClusterIP, Observed, PerRequest})...)
+			w.declare("one", append(routes(web), Route{web, ClusterIP, Observed})...)
 		}, "Unrouting one:unknown"},
 		"connected, not declared": {func(w *world) { w.Connect(w.now, "one", Hello{}) }, "Unrouting one:unknown"},
 		"never heard, ready": {func(w *world) { w.Expect(w.now, []Expected{{ID: "one", Ready: true}}) },
@@ -692,7 +688,7 @@ func TestAWordOfAFormerDrainThatComesLateDoesNotCount(t *testing.T) {
 		return open[0].Number
 	}
 	report := func(number uint64) {
-		w.report("one", Report{UID: p.UID, State: Idle, Proof: Runtime, Number: number})
+		w.report("one", Report{UID: p.UID, State: Idle, Number: number})
 	}
 	w.ask(p, web)
 	former := number()
@@ -706,7 +702,7 @@ func TestAWordOfAFormerDrainThatComesLateDoesNotCount(t *testing.T) {
 	report(former) // and after
 	w.want(p, "Unrouting one:unknown")
 	// without a number
-	w.Report(w.now, w.now, "one", w.sessions["one"], nil, []Report{{UID: p.UID, State: Idle, Proof: Runtime}})
+	w.Report(w.now, w.now, "one", w.sessions["one"], nil, []Report{{UID: p.UID, State: Idle}})
 	w.want(p, "Unrouting one:unknown")
 	report(number())
 	w.want(p, "Released Acknowledged")
@@ -721,12 +717,8 @@ func TestReportsCountAsOldAsWhatTheirAgentHadHeard(t *testing.T) {
 	w.ask(p, web)
 	w.pass(20 * time.Second)
 	report := func(age time.Duration, state State) (news bool) {
-		proof := Runtime
-		if state < Removed {
-			proof = ProofNone
-		}
 		news, _ = w.Report(w.now, w.now.Add(-age), "one", w.sessions["one"], nil,
-			[]Report{{UID: p.UID, State: state, Proof: proof, Number: 1}})
+			[]Report{{UID: p.UID, State: state, Number: 1}})
 		return news
 	}
 	report(16*time.Second, Idle)
@@ -751,7 +743,7 @@ func TestARepeatOfWhatWasTooOldIsNews(t *testing.T) {
 	p := pod("a")
 	w.join("one", web)
 	w.ask(p, web)
-	said := Report{UID: p.UID, State: Idle, Proof: Runtime}
+	said := Report{UID: p.UID, State: Idle}
 	w.report("one", said)
 	w.pass(5 * time.Second)
 	w.Changed(AtHold)
@@ -874,7 +866,7 @@ func TestADeclarationWithoutTheServiceDischargesNobody(t *testing.T) {
 		"a third declaration": {func(w *world) { w.Declare("one", w.sessions["one"], "", nil) },
 			"Unrouting one:unknown"},
 		"a new session": {func(w *world) { w.join("one", api) }, "Unrouting one:unknown"},
-		"it vouches no more": {func(w *world) { w.declare("one", Route{web, ClusterIP, Directed, PerRequest}) },
+		"it vouches no more": {func(w *world) { w.declare("one", Route{web, ClusterIP, Directed}) },
 			"Unrouting one:unknown"},
 		"it goes away": {func(w *world) {
 			w.Disconnect(w.now, "one", w.sessions["one"])
@@ -918,7 +910,7 @@ func TestWhatDischargesAnAgent(t *testing.T) {
 	w.want(p, "Released NoAgents")
 	w.declare("one", routes(web)...)
 	w.want(p, "Unrouting one:unknown")
-	w.declare("one", Route{web, ClusterIP, Directed, PerRequest})
+	w.declare("one", Route{web, ClusterIP, Directed})
 	w.want(p, "Released NoAgents")
 }
 

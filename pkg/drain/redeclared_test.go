@@ -31,7 +31,7 @@ func TestWhatWasSaidBeforeADeclarationDoesNotAcknowledgeWhatItAdds(t *testing.T)
 	}
 	t.Logf("the agent has read %d, it is being told %d", read, next)
 	// On its way meanwhile is the line that edge wrote when it had read of q alone.
-	w.Report(w.now, w.now, "edge", w.sessions["edge"], &UpTo{Revision: read, State: Idle, Proof: Runtime}, nil)
+	w.Report(w.now, w.now, "edge", w.sessions["edge"], &UpTo{Revision: read, State: Idle}, nil)
 	w.want(q, "Released Acknowledged")
 	w.want(p, "Unrouting edge:unknown")
 }
@@ -47,7 +47,7 @@ func TestASessionThatDeclaresMoreDoesNotAcknowledgeWhatItHasNotRead(t *testing.T
 	_, _, read, _ := w.ChangesFor("edge", 0)
 	w.Declare("edge", w.sessions["edge"], "", routes(web, api))
 	w.ChangesFor("edge", 0)
-	w.Report(w.now, w.now, "edge", w.sessions["edge"], &UpTo{Revision: read, State: Idle, Proof: Runtime}, nil)
+	w.Report(w.now, w.now, "edge", w.sessions["edge"], &UpTo{Revision: read, State: Idle}, nil)
 	w.want(p, "Unrouting edge:unknown")
 }
 
@@ -61,7 +61,7 @@ func TestWhatIsToldAgainWithALowerRevisionIsAcknowledged(t *testing.T) {
 	w.ask(q, web)
 	_, _, told, rev := w.ChangesFor("edge", 0)
 	say := func(revision uint64) {
-		w.Report(w.now, w.now, "edge", w.sessions["edge"], &UpTo{Revision: revision, State: Idle, Proof: Runtime}, nil)
+		w.Report(w.now, w.now, "edge", w.sessions["edge"], &UpTo{Revision: revision, State: Idle}, nil)
 	}
 	say(told)
 	w.GatePassed(w.now, AtHold, q.UID)

@@ -140,7 +140,7 @@ func (x *trace) do(words []string) (follows string) {
 	// AGENT acknowledges STATE [but STATE of POD] [late]: of all that it was told. Late: it had not
 	// read yet what it was told last.
 	case "acknowledges":
-		up := UpTo{Revision: r.agents[id].told, Proof: Runtime}
+		up := UpTo{Revision: r.agents[id].told}
 		if rest[len(rest)-1] == "late" {
 			up.Revision = r.before[id]
 		}

@@ -21,7 +21,6 @@ type UpTo struct {
 	// Revision is what [Ledger.ChangesFor] returned as told with the last of them.
 	Revision uint64 `json:"revision"`
 	State    State  `json:"state"`
-	Proof    Proof  `json:"proof"`
 	// Generation is as in Report.
 	Generation string `json:"generation,omitempty"`
 }
@@ -90,7 +89,7 @@ func (l *Ledger) takeUpTo(now, asOf time.Time, a *agent, up UpTo, reports []Repo
 	}
 	// Before it counts: a late report does not undo that it was missing.
 	a.covered(up.Revision, func(d *drain) { l.expire(now, d) })
-	r := Report{State: up.State, Proof: up.Proof, Generation: up.Generation}
+	r := Report{State: up.State, Generation: up.Generation}
 	again := is.by == nil || is.Report != r || !l.fresh(now, is)
 	if is.by == nil || is.State != r.State {
 		is.since = now

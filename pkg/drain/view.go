@@ -16,7 +16,6 @@ type AgentReport struct {
 	// Name is namespace/name of the agent's pod, or its ID if the API does not list it.
 	Name  string
 	State State
-	Proof Proof
 	// Received is the time as of which the report counts, Since when the agent first reported
 	// State. Zero: no report counts, and State is StateUnknown.
 	Received, Since time.Time
@@ -41,7 +40,7 @@ func (l *Ledger) agentReports(now time.Time, d *drain, most int) []AgentReport {
 		w := AgentReport{Agent: a.ID, Name: a.Name, State: state, Connected: a.session != 0}
 		w.Suspended, _ = l.waived(now, a, d)
 		if state != StateUnknown {
-			w.Proof, w.Received, w.Since = r.Proof, r.at, r.since
+			w.Received, w.Since = r.at, r.since
 			if r == &a.upTo {
 				w.Since = a.saidSince(d)
 			}

@@ -21,19 +21,19 @@ func TestWordsAreOfThoseWhoOwe(t *testing.T) {
 		v, _ := w.View(w.now, AtHold, p.UID, 10)
 		var got []string
 		for _, word := range v.Reports {
-			got = append(got, fmt.Sprintf("%s %s %s", word.Agent, word.State, word.Proof))
+			got = append(got, fmt.Sprintf("%s %s", word.Agent, word.State))
 		}
 		if text := strings.Join(got, ", "); text != want {
 			t.Errorf("words %q, want %q", text, want)
 		}
 	}
-	see("b unknown none, a idle runtime")
+	see("b unknown, a idle")
 	if v, _ := w.View(w.now, AtHold, p.UID, 1); len(v.Reports) != 1 {
 		t.Errorf("cut to one: %v", v.Reports)
 	}
 	// What is too old to count is not said any more.
 	w.pass(w.times.Freshness + 1)
-	see("a unknown none, b unknown none")
+	see("a unknown, b unknown")
 	w.GatePassed(w.now, AtHold, p.UID)
 	see("")
 }
@@ -62,11 +62,11 @@ func TestAcknowledgers(t *testing.T) {
 	w.join("other", api)
 	w.join("hap", web)
 	w.sessions["kp"] = w.Connect(w.now, "kp", Hello{})
-	w.Declare("kp", w.sessions["kp"], Nodes, []Route{{web, Endpoints, Observed, PerConnection}})
+	w.Declare("kp", w.sessions["kp"], Nodes, []Route{{web, Endpoints, Observed}})
 	w.sessions["node"] = w.Connect(w.now, "node", Hello{})
-	w.Declare("node", w.sessions["node"], Nodes, []Route{{EveryService, Endpoints, Observed, PerConnection}})
+	w.Declare("node", w.sessions["node"], Nodes, []Route{{EveryService, Endpoints, Observed}})
 	w.sessions["mesh"] = w.Connect(w.now, "mesh", Hello{})
-	w.Declare("mesh", w.sessions["mesh"], "", []Route{{web, ClusterIP, Directed, PerRequest}})
+	w.Declare("mesh", w.sessions["mesh"], "", []Route{{web, ClusterIP, Directed}})
 	w.join("left", web)
 	w.Leave("left", w.sessions["left"])
 	see := func() string {

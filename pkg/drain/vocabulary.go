@@ -161,33 +161,6 @@ const (
 	Idle         = target.Idle
 )
 
-// Proof is how an agent knows that a pod is Removed.
-type Proof uint8
-
-const (
-	// ProofNone comes with states below Removed.
-	ProofNone Proof = iota
-	// Runtime: read back from every live process of the gateway.
-	Runtime
-	// Config: every live process runs a configuration without the pod.
-	Config
-	// Timed: a stated time has passed. Weaker than the others.
-	Timed
-)
-
-// String prints the proof as on the wire.
-func (p Proof) String() string { return target.Name(p, proofNames...) }
-
-var proofNames = []string{"none", "runtime", "config", "timed"}
-
-// MarshalText writes the proof's name.
-func (p Proof) MarshalText() ([]byte, error) { return []byte(p.String()), nil }
-
-// UnmarshalText accepts the names of proofs and refuses others by name.
-func (p *Proof) UnmarshalText(text []byte) error {
-	return target.Parse(p, "proof", proofNames, ProofNone, text)
-}
-
 // Via is how a gateway finds a Service's pods.
 type Via uint8
 
@@ -242,37 +215,11 @@ func (c *Kind) UnmarshalText(text []byte) error {
 	return target.Parse(c, "kind", kindNames, Directed, text)
 }
 
-// Granularity is what a gateway counts for Idle.
-type Granularity uint8
-
-const (
-	// GranularityUnknown is refused in a declaration.
-	GranularityUnknown Granularity = iota
-	// PerRequest: requests. A pooled connection without one is idle.
-	PerRequest
-	// PerConnection: connections.
-	PerConnection
-)
-
-// String prints the granularity as on the wire.
-func (g Granularity) String() string { return target.Name(g, granularityNames...) }
-
-var granularityNames = []string{"unknown", "request", "connection"}
-
-// MarshalText writes the granularity's name.
-func (g Granularity) MarshalText() ([]byte, error) { return []byte(g.String()), nil }
-
-// UnmarshalText accepts the names of granularities and refuses others by name, "unknown" too.
-func (g *Granularity) UnmarshalText(text []byte) error {
-	return target.Parse(g, "granularity", granularityNames, PerRequest, text)
-}
-
 // Route is one thing an agent declares that its gateway routes.
 type Route struct {
-	Service     Service     `json:"service"`
-	Via         Via         `json:"via"`
-	Kind        Kind        `json:"kind"`
-	Granularity Granularity `json:"granularity"`
+	Service Service `json:"service"`
+	Via     Via     `json:"via"`
+	Kind    Kind    `json:"kind"`
 }
 
 // Report is the present state of one pod in an agent's gateway.
@@ -281,7 +228,6 @@ type Report struct {
 	// Generation of the gateway that State was read from.
 	Generation string `json:"generation,omitempty"`
 	State      State  `json:"state"`
-	Proof      Proof  `json:"proof"`
 	// Number is [Open.Number] or [Watch.Number] of the drain that the report is about. A report
 	// with another number is about an earlier drain of the pod, which was abandoned while the
 	// report was in flight, and changes nothing.

@@ -12,9 +12,6 @@ import (
 type Kind interface {
 	// Name is what the kind is called on the wire, in metrics and in logs.
 	Name() string
-	// PerRequest reports whether the gateway counts requests to tell whether it is Idle. Otherwise
-	// it counts connections.
-	PerRequest() bool
 	// Routes are what the gateway routes. None: every Service. The agent checks them.
 	Routes() []Route
 	// Check returns what is wrong with the configuration, except the routes, which the agent

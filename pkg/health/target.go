@@ -74,7 +74,7 @@ type Seen struct {
 	// Missing: a process that accepts new requests does not route to it, because it is absent or
 	// taken out. A key can be Routed in one process and Missing in another.
 	Missing bool
-	// Active counts the requests (or connections, by the gateway's granularity) queued for it,
+	// Active counts the requests (or connections: that depends on the gateway) queued for it,
 	// retrying to it and in flight to it, over all processes, old ones that finish their work
 	// included.
 	Active int

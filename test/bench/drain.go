@@ -432,7 +432,7 @@ func (a *benchAgent) open() (*bufio.Reader, error) {
 	declaration := wire.Declaration{Session: a.session}
 	for _, s := range a.services {
 		declaration.Routes = append(declaration.Routes,
-			drain.Route{Service: s, Via: drain.Endpoints, Kind: drain.Directed, Granularity: drain.PerRequest})
+			drain.Route{Service: s, Via: drain.Endpoints, Kind: drain.Directed})
 	}
 	return lines, a.declare(declaration)
 }
@@ -499,7 +499,7 @@ func (a *benchAgent) serve(lines *bufio.Reader) error {
 				time.Sleep(slowness)
 			}
 			line = wire.Append(line[:0], wire.Reports{Session: a.session, At: m.At, Boot: "bench",
-				UpTo: &drain.UpTo{Revision: revision, State: drain.Idle, Proof: drain.Runtime}})
+				UpTo: &drain.UpTo{Revision: revision, State: drain.Idle}})
 			if _, err := a.stream.Write(line); err != nil {
 				return err
 			}

@@ -247,12 +247,10 @@ func (l *link) declare(k *conn) {
 	a, c, session := l.a, l.c, l.session.Hello.Session
 	routes := make([]drain.Route, 0, len(a.services))
 	for _, s := range a.services {
-		routes = append(routes, drain.Route{Service: service(s), Via: drain.Endpoints, Kind: drain.Directed,
-			Granularity: drain.PerRequest})
+		routes = append(routes, drain.Route{Service: service(s), Via: drain.Endpoints, Kind: drain.Directed})
 	}
 	if a.kernel != nil {
-		routes = []drain.Route{{Service: drain.EveryService, Via: drain.Endpoints, Kind: drain.Observed,
-			Granularity: drain.PerConnection}}
+		routes = []drain.Route{{Service: drain.EveryService, Via: drain.Endpoints, Kind: drain.Observed}}
 	}
 	declaration := a.declarations
 	l.declaring = true

@@ -283,7 +283,7 @@ func runWith(t *testing.T, set func(*Client), scripts ...*script) (*Client, *exc
 	c.Token = func() (string, error) { return "secret", nil }
 	c.Boot, c.Gateway, c.Exclusions, c.Log = "boot", "fake", s, slog.New(log)
 	c.Routes = []drain.Route{{Service: drain.Service{Namespace: "shop", Name: "web"}, Via: drain.Endpoints,
-		Kind: drain.Directed, Granularity: drain.PerRequest}}
+		Kind: drain.Directed}}
 	c.Observer = metrics.NewClient(prometheus.NewRegistry())
 	c.Replicas(addresses(len(scripts)))
 	set(c)

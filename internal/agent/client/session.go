@@ -242,7 +242,7 @@ func (s *Session) reportDrains(now time.Time, everything bool, batch *wire.Repor
 			r = drain.Report{UID: uid, Number: asked.number}
 		}
 		all = append(all, r)
-		up := drain.UpTo{Revision: s.revision, State: r.State, Proof: r.Proof, Generation: r.Generation}
+		up := drain.UpTo{Revision: s.revision, State: r.State, Generation: r.Generation}
 		if count[up]++; count[up] > count[most] && says(up, r) {
 			most = up
 		}
@@ -275,6 +275,6 @@ func (s *Session) reportDrains(now time.Time, everything bool, batch *wire.Repor
 
 // says reports whether up covers r. A pod that is Kept always has a report of its own.
 func says(up drain.UpTo, r drain.Report) bool {
-	return r.State != drain.Kept && r == drain.Report{UID: r.UID, Number: r.Number, State: up.State, Proof: up.Proof,
+	return r.State != drain.Kept && r == drain.Report{UID: r.UID, Number: r.Number, State: up.State,
 		Generation: up.Generation}
 }

@@ -162,9 +162,6 @@ func (t *Exclusions) Reports(now time.Time) []drain.Report {
 	for i, s := range exclusions {
 		state := t.proven(now, s)
 		reports[i] = drain.Report{UID: s.UID, Generation: s.Generation, State: state}
-		if state >= health.Removed {
-			reports[i].Proof = drain.Runtime
-		}
 		if state == health.Kept {
 			reports[i].Kept, reports[i].NoConnections = t.services(s.Kept), s.NoConnections
 		}

@@ -113,7 +113,7 @@ func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 	set.Synced()
 	exclusions.Exclude(time.Now(), drain.Pod{UID: "a"}, "a/1", now, now.Add(time.Minute))
 	set.Observe(time.Now(), health.Observation{Generation: "g", At: time.Now()})
-	if got := exclusions.Reports(time.Now()); got[0].State != drain.StateUnknown || got[0].Proof != drain.ProofNone {
+	if got := exclusions.Reports(time.Now()); got[0].State != drain.StateUnknown {
 		t.Errorf("before it is on disk the report is %+v", got[0])
 	}
 	exclusions.Changed(time.Now())
@@ -127,7 +127,7 @@ func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 	if err := j.Run(ctx); err != nil { // writes once
 		t.Fatal(err)
 	}
-	if got := exclusions.Reports(time.Now()); got[0].State != drain.Idle || got[0].Proof != drain.Runtime {
+	if got := exclusions.Reports(time.Now()); got[0].State != drain.Idle {
 		t.Errorf("once it is on disk the report is %+v", got[0])
 	}
 	j.Close()
@@ -397,8 +397,7 @@ func TestExclusionsBetweenTheWireAndTheSet(t *testing.T) {
 	exclusions.Exclude(time.Now(), pod("a"), "r2", now, now.Add(time.Hour))
 	set.Observe(time.Now(), health.Observation{Generation: "g", At: time.Now()})
 	reports := exclusions.Reports(time.Now())
-	if len(reports) != 2 || reports[0].State != drain.StateUnknown || reports[0].Proof != drain.ProofNone ||
-		reports[1].State != drain.Idle || reports[1].Proof != drain.Runtime {
+	if len(reports) != 2 || reports[0].State != drain.StateUnknown || reports[1].State != drain.Idle {
 		t.Fatalf("reports are %+v", reports)
 	}
 	if got := exclusions.Held("r"); !slices.Equal(got, []drain.UID{"b"}) {

@@ -72,9 +72,7 @@ func (w *Watches) Reports(now time.Time) (reports []drain.Report) {
 			continue
 		}
 		r := drain.Report{UID: uid, HasSent: true}
-		if r.State, r.InFlight, r.Generation = w.Set.Of(uid); r.State >= health.Removed {
-			r.Proof = drain.Runtime
-		}
+		r.State, r.InFlight, r.Generation = w.Set.Of(uid)
 		reports = append(reports, r)
 	}
 	slices.SortFunc(reports, func(a, b drain.Report) int { return strings.Compare(string(a.UID), string(b.UID)) })

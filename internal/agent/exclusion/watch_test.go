@@ -30,26 +30,26 @@ func TestAWatchedPodIsNotExcluded(t *testing.T) {
 		t.Helper()
 		got := ""
 		for _, r := range w.Reports(now) {
-			got += fmt.Sprint(r.UID, " ", r.State, " ", r.Proof, " ", r.InFlight)
+			got += fmt.Sprint(r.UID, " ", r.State, " ", r.InFlight)
 		}
 		if got != want {
 			t.Errorf("reports %q, want %q", got, want)
 		}
 	}
-	is("a routing none false")
+	is("a routing false")
 	if pending := set.Pending(); len(pending) != 0 || len(set.Exclusions()) != 0 {
 		t.Errorf("pending %v", pending)
 	}
 	set.MarkTerminating(now, "a")
-	is("a routing none false")
+	is("a routing false")
 	read(health.Seen{Present: true, Active: 2})
-	is("a removed runtime true")
+	is("a removed true")
 	read(health.Seen{Present: true})
-	is("a removed runtime false")
+	is("a removed false")
 	read(health.Seen{Present: true})
-	is("a idle runtime false")
+	is("a idle false")
 	read(health.Seen{})
-	is("a idle runtime false")
+	is("a idle false")
 	if got := w.Watched("r/1"); len(got) != 1 {
 		t.Error(got)
 	}

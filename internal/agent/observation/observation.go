@@ -191,9 +191,6 @@ func (o *Pods) Reports(now time.Time) []drain.Report {
 		r := drain.Report{UID: uid, Generation: is.Generation, State: is.State,
 			NoConnections: is.NoConnections, HasSent: of.sent,
 			InFlight: is.State == health.Removed && !is.Counted.Before(is.Since)}
-		if is.State >= health.Removed {
-			r.Proof = drain.Runtime
-		}
 		reports = append(reports, r)
 	}
 	slices.SortFunc(reports, func(a, b drain.Report) int { return strings.Compare(string(a.UID), string(b.UID)) })

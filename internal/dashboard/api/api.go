@@ -187,9 +187,7 @@ type AgentReport struct {
 	Agent   string `json:"agent"`
 	Gateway string `json:"gateway,omitempty"`
 	// State is unknown, routing, kept, removed or idle. Since is when the agent first reported it.
-	// Proof is how it was proved: none, runtime, config or timed.
 	State string    `json:"state"`
-	Proof string    `json:"proof"`
 	Since time.Time `json:"since,omitzero"`
 	// Received is the time for which the last such report holds.
 	Received  time.Time `json:"received,omitzero"`

@@ -49,9 +49,6 @@ var ids = regexp.MustCompile(`^[a-zA-Z0-9_.-]{1,64}$`)
 // Name implements gateway.Kind.
 func (*Config) Name() string { return "apisix" }
 
-// PerRequest implements gateway.Kind.
-func (*Config) PerRequest() bool { return true }
-
 // Routes implements gateway.Kind.
 func (c *Config) Routes() (all []gateway.Route) {
 	for i, u := range c.Upstreams {

@@ -25,9 +25,6 @@ type ObservedConfig struct{ poll.Config }
 // Name implements gateway.Kind.
 func (*ObservedConfig) Name() string { return "apisix-observed" }
 
-// PerRequest implements gateway.Kind.
-func (*ObservedConfig) PerRequest() bool { return true }
-
 // Observe implements gateway.ObservedKind. The settle time is 0, because each answer contains the
 // reports of all processes themselves.
 func (c *ObservedConfig) Observe(log *slog.Logger) gateway.Observed {

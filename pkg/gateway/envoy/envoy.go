@@ -53,9 +53,6 @@ type Config struct{ poll.Config }
 // Name implements gateway.Kind.
 func (*Config) Name() string { return "envoy" }
 
-// PerRequest implements gateway.Kind.
-func (*Config) PerRequest() bool { return true }
-
 // Observe implements gateway.ObservedKind.
 func (c *Config) Observe(log *slog.Logger) gateway.Observed {
 	return c.Poll((&reader{}).read, settle, log)

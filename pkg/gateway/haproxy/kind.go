@@ -11,9 +11,6 @@ import (
 // Name implements gateway.Kind.
 func (c *Config) Name() string { return "haproxy" }
 
-// PerRequest implements gateway.Kind.
-func (c *Config) PerRequest() bool { return true }
-
 // Routes implements gateway.Kind.
 func (c *Config) Routes() []gateway.Route {
 	var routes []gateway.Route

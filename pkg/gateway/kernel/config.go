@@ -64,9 +64,6 @@ func (s Service) quiet() (time.Duration, error) {
 // Name implements gateway.Kind.
 func (*Config) Name() string { return "kernel" }
 
-// PerRequest implements gateway.Kind.
-func (*Config) PerRequest() bool { return false }
-
 // Routes implements gateway.Kind.
 func (c *Config) Routes() (all []gateway.Route) {
 	for i, s := range c.Services {

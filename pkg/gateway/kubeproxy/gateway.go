@@ -9,8 +9,5 @@ type Config struct{}
 // Name implements gateway.Kind.
 func (*Config) Name() string { return "kube-proxy" }
 
-// PerRequest implements gateway.Kind.
-func (*Config) PerRequest() bool { return false }
-
 // Routes implements gateway.Kind: every Service.
 func (*Config) Routes() []gateway.Route { return nil }

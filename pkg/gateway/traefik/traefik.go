@@ -48,9 +48,6 @@ type Config struct{ poll.Config }
 // Name implements gateway.Kind.
 func (*Config) Name() string { return "traefik" }
 
-// PerRequest implements gateway.Kind.
-func (*Config) PerRequest() bool { return false }
-
 // Observe implements gateway.ObservedKind.
 func (c *Config) Observe(log *slog.Logger) gateway.Observed {
 	return c.Poll((&reader{seen: map[netip.AddrPort]seen{}}).read, settle, log)

@@ -66,11 +66,9 @@ func (m *made) Acknowledgers([]drain.Service) ([]drain.Acknowledger, map[drain.A
 	web := drain.Service{Namespace: "shop", Name: "web"}
 	return []drain.Acknowledger{
 		{AgentInfo: drain.AgentInfo{ID: "a", Name: "edge/haproxy-0", Connected: true, Declared: true}, Hold: true,
-			Routes: []drain.Route{{Service: web, Via: drain.Endpoints, Kind: drain.Directed,
-				Granularity: drain.PerRequest}}},
+			Routes: []drain.Route{{Service: web, Via: drain.Endpoints, Kind: drain.Directed}}},
 		{AgentInfo: drain.AgentInfo{ID: "m", Name: "edge/mesh-0", Connected: true, Declared: true},
-			Routes: []drain.Route{{Service: web, Via: drain.ClusterIP, Kind: drain.Directed,
-				Granularity: drain.PerRequest}}},
+			Routes: []drain.Route{{Service: web, Via: drain.ClusterIP, Kind: drain.Directed}}},
 	}, map[drain.AgentID]string{"a": "haproxy", "m": "envoy"}
 }
 
@@ -131,7 +129,7 @@ func busy() *made {
 	v.Replica.Holds, v.Drains.Elsewhere, v.Drains.Open = 2, 2, 3
 	v.Agents.Expected, v.Agents.Missing, v.Agents.Suspended, v.Agents.Known = 5, 1, 1, 5
 	word := func(agent, gateway string, state drain.State, since time.Duration) api.AgentReport {
-		w := api.AgentReport{Agent: agent, Gateway: gateway, State: state.String(), Proof: drain.ProofNone.String(),
+		w := api.AgentReport{Agent: agent, Gateway: gateway, State: state.String(),
 			Connected: true}
 		if since > 0 {
 			w.Since = ago(since)
@@ -426,7 +424,7 @@ func TestThePageKnowsTheTime(t *testing.T) {
 		v.Drains.Open = 1
 		v.Drains.Items = []api.Drain{{Namespace: "shop", Pod: "web-2", UID: "w", Phase: "Unrouting", Reason: "None",
 			PhaseSince: now, Since: now, Deadline: now.Add(10 * time.Second), Told: now, Owed: 1, Waiting: 1,
-			Reports: []api.AgentReport{{Agent: "edge/haproxy-0", State: "routing", Proof: "none", Connected: true,
+			Reports: []api.AgentReport{{Agent: "edge/haproxy-0", State: "routing", Connected: true,
 				Since: now}},
 		}}
 		// One that may stop waits no longer.

@@ -126,11 +126,11 @@ func logged(log string, uid types.UID, who string) []step {
 	var steps []step
 	for line := range strings.Lines(log) {
 		var l struct {
-			Time                             time.Time
-			Msg, UID, Phase, Reason, State   string
-			Allowed                          bool
-			WaitingFor                       []string
-			Generation, Proof, Agent, Holder string
+			Time                           time.Time
+			Msg, UID, Phase, Reason, State string
+			Allowed                        bool
+			WaitingFor                     []string
+			Agent, Holder                  string
 		}
 		if json.Unmarshal([]byte(line), &l) != nil || l.UID != string(uid) {
 			continue

@@ -85,7 +85,7 @@ func (g *gateway) Reports(time.Time) (reports []drain.Report) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for uid := range g.held {
-		reports = append(reports, drain.Report{UID: uid, Generation: "1", State: drain.Idle, Proof: drain.Runtime})
+		reports = append(reports, drain.Report{UID: uid, Generation: "1", State: drain.Idle})
 	}
 	return reports
 }

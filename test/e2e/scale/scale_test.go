@@ -125,7 +125,7 @@ func TestScale(t *testing.T) {
 
 	cpu := m.cpu()
 	f.start(t.Context(), []drain.Route{{Service: drain.Service{Namespace: ns, Name: "web"}, Via: drain.Endpoints,
-		Kind: drain.Directed, Granularity: drain.PerRequest}})
+		Kind: drain.Directed}})
 	connected := m.agents("connected", agents)
 	t.Logf("all %d agents connected for the first time after %.1f s; the coordinator took %.2f s of CPU", agents,
 		connected.Seconds(), m.cpu()-cpu)
