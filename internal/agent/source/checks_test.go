@@ -103,8 +103,11 @@ func TestChecksGoBackToTheFile(t *testing.T) {
 // Redirected to another pod, the clients of these would reach the wrong one.
 func TestServicesOfSinglePodsAreRefused(t *testing.T) {
 	set := health.New(health.Options{})
-	c, err := NewChecks(fake.NewClientset(), []gateway.Route{{Service: "shop/web", Pool: "web"}}, true, set, func() {},
-		slog.New(slog.DiscardHandler))
+	routes := []gateway.Route{
+		{Service: "shop/web", Pool: "web"},
+		{Service: "shop/control", Pool: "control", HealthCheck: "{path: /}"},
+	}
+	c, err := NewChecks(fake.NewClientset(), routes, true, set, func() {}, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -126,9 +129,22 @@ func TestServicesOfSinglePodsAreRefused(t *testing.T) {
 			t.Errorf("%+v: %q", tt.spec, got)
 		}
 	}
+	c.heard(&corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "control"},
+		Spec: corev1.ServiceSpec{ClusterIP: "10.0.0.2"}}, false)
 	e := health.Endpoint{Target: health.Target{UID: "a", Addr: netip.MustParseAddrPort("10.0.0.1:80")}, Routable: true}
-	set.Change(time.Now(), "web", []health.Change{{Endpoint: e}})
-	if jobs, _ := set.Due(time.Now().Add(time.Hour), nil, 10); len(jobs) > 0 {
-		t.Errorf("probes: %v", jobs)
+	at := time.Now()
+	set.Change(at, "web", []health.Change{{Endpoint: e}})
+	set.Change(at, "control", []health.Change{{Endpoint: e}})
+	probed := map[health.Pool]int{}
+	for range 1200 { // an interval is 10 s
+		at = at.Add(10 * time.Millisecond)
+		jobs, _ := set.Due(at, nil, 10)
+		for _, j := range jobs {
+			probed[j.Key.Pool]++
+			set.Report(at, j, health.Outcome{Kind: health.Success, Code: 200})
+		}
+	}
+	if probed["web"] > 0 || probed["control"] == 0 || refused["control"] != "" {
+		t.Errorf("probes by pool: %v, refused: %q; want probes of control alone", probed, refused)
 	}
 }
