@@ -370,7 +370,7 @@ func TestNewerCoordinatorsAreUnderstood(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newScript(t)
 		s.stream = func(s *fakeStream) {
-			s.say(strings.Replace(hello, `"features"`, `"features":["telepathy"],"colour":"blue","features"`, 1))
+			s.say(strings.Replace(hello, `"holder"`, `"features":["telepathy"],"colour":"blue","holder"`, 1))
 			s.say(`{"type":"weather","weather":{"rain":true}}`)
 			s.say(`{"type":"drains"}`)
 			s.say(`{"type":"releases"}`)
