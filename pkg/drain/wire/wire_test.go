@@ -3,6 +3,8 @@ package wire
 import (
 	"bytes"
 	"encoding/json"
+	"fmt"
+	"net/netip"
 	"net/url"
 	"os"
 	"path/filepath"
@@ -117,8 +119,14 @@ func fresh(like any) any {
 		return &Reports{}
 	case *Leave:
 		return &Leave{}
-	default:
+	case *BarrierRequest:
+		return &BarrierRequest{}
+	case *BarrierStatus:
+		return &BarrierStatus{}
+	case *Error:
 		return &Error{}
+	default:
+		panic(fmt.Sprintf("no value of type %T can be made", like))
 	}
 }
 
@@ -251,6 +259,21 @@ func FuzzMessages(f *testing.F) {
 		for line := range bytes.Lines(text) {
 			f.Add(line)
 		}
+	}
+	for _, message := range []any{
+		&BarrierRequest{Session: 7, Pod: drain.Pod{Namespace: "shop", Name: "web-1", UID: "4d1c"},
+			Targets: []netip.AddrPort{netip.MustParseAddrPort("10.0.0.1:80"),
+				netip.MustParseAddrPort("[2001:db8::1%eth0]:443"), {}},
+			Since: since, BoundMillis: 30000, ElapsedMillis: 100, Terminating: true, SeesQuiet: true},
+		&BarrierStatus{Terminating: true, GraceMillis: 25000, Reason: "Deadline",
+			Waiting: []string{"shop/gateway-1 (routing)"}, Cut: true, IdleBoundMillis: 1000, AtMostMillis: 2000,
+			QuietMillis: 10000},
+	} {
+		text, err := json.Marshal(message)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(text)
 	}
 	f.Fuzz(func(t *testing.T, text []byte) {
 		for _, like := range []any{&Message{}, &Declaration{}, &Declared{}, &Reports{}, &Leave{}, &BarrierRequest{},
