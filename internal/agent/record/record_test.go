@@ -29,8 +29,9 @@ type recorded struct {
 	files map[string]string
 }
 
-// record runs until change has changed what the gateway answers, and the change was recorded.
-func record(t *testing.T, change func(), args ...string) (got recorded) {
+// record calls change once each request has its first answer, and runs until so many answers that
+// differ are recorded after that.
+func record(t *testing.T, change func(), differ int, args ...string) (got recorded) {
 	t.Helper()
 	ctx, interrupt := context.WithTimeout(t.Context(), 30*time.Second)
 	defer interrupt()
@@ -48,7 +49,7 @@ func record(t *testing.T, change func(), args ...string) (got recorded) {
 				switch lines++; lines {
 				case 1 + answers:
 					change()
-				case 2 + answers:
+				case 1 + answers + differ:
 					interrupt() // as Ctrl-C does
 				}
 			}
@@ -57,6 +58,9 @@ func record(t *testing.T, change func(), args ...string) (got recorded) {
 	var out bytes.Buffer
 	if err := Run(ctx, append(args, "--dir", dir, "--every", "10ms"), &out, stderr); err != nil {
 		t.Fatal(err)
+	}
+	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+		t.Fatal("the change of what the gateway answers was not recorded within 30 s")
 	}
 	got.name = strings.TrimSpace(out.String())
 	left, err := os.ReadDir(dir)
@@ -122,7 +126,10 @@ func TestRealGateways(t *testing.T) {
 			}
 			defer conn.Close()
 			fmt.Fprintln(conn, "set server web/a state maint")
-		}, "--gateway", "haproxy", "--admin", "unix://"+socket), "127.0.0.9")
+			// HAProxy has then carried it out. Both answers also count seconds, so the first one
+			// that differs may be older than the change. The second one is not.
+			_, _ = io.ReadAll(conn)
+		}, 2, "--gateway", "haproxy", "--admin", "unix://"+socket), "127.0.0.9", ",MAINT,")
 	})
 	t.Run("traefik", func(t *testing.T) {
 		web, admin, rules := planes.FreeAddress(t), planes.FreeAddress(t), t.TempDir()
@@ -144,8 +151,8 @@ func TestRealGateways(t *testing.T) {
 			body, _ := io.ReadAll(answer.Body)
 			return strings.Contains(string(body), "127.0.0.9")
 		})
-		check(t, record(t, func() { set("127.0.0.8:80") }, "--gateway", "traefik", "--admin", "http://"+admin),
-			"127.0.0.9")
+		check(t, record(t, func() { set("127.0.0.8:80") }, 1, "--gateway", "traefik", "--admin", "http://"+admin),
+			"127.0.0.9", "127.0.0.8")
 	})
 	t.Run("envoy", func(t *testing.T) {
 		socket, web, config := filepath.Join(dir, "ev.sock"), planes.FreeAddress(t), filepath.Join(dir, "ev.yaml")
@@ -158,17 +165,27 @@ func TestRealGateways(t *testing.T) {
 			"  clusters: [{name: web, load_assignment: {cluster_name: web, endpoints: [{lb_endpoints: "+
 			"[{endpoint: {address: {socket_address: {address: 127.0.0.9, port_value: 80}}}}]}]}}]\n")
 		planes.StartProgram(t, web, gatewaytest.LookPath(t, "envoy"), "-c", config, "--disable-hot-restart")
+		ask, err := asker("envoy", "unix://"+socket)
+		if err != nil {
+			t.Fatal(err)
+		}
+		planes.Until(t, "Envoy has counted the connection that found it listening", func() bool {
+			text, err := ask(t.Context(), sources["envoy"].asks[0])
+			counted := strings.Join(strings.Fields(string(text)), "")
+			return err == nil && strings.Contains(counted, `"value":"1","name":"cx_connect_fail"`) &&
+				strings.Count(counted, `"value":"1"`) == 2 // the other one is cx_total: none is active
+		})
 		check(t, record(t, func() { // its counters are in the answer
 			if conn, err := net.Dial("tcp", web); err == nil {
 				defer conn.Close()
 			}
-		}, "--gateway", "envoy", "--admin", "unix://"+socket), "127.0.0.9")
+		}, 1, "--gateway", "envoy", "--admin", "unix://"+socket), "127.0.0.9", `"value": "2"`)
 	})
 }
 
 // check looks for what a reader of evidence needs: the version, and an answer before and after the
-// change, each with its time.
-func check(t *testing.T, got recorded, address string) {
+// change, each with its time. Only those after it contain changed.
+func check(t *testing.T, got recorded, address, changed string) {
 	t.Helper()
 	in := got.index
 	if in.Version == "" || in.Version == "unknown" || !strings.Contains(filepath.Base(got.name), "-"+in.Version+"-") {
@@ -186,8 +203,16 @@ func check(t *testing.T, got recorded, address string) {
 			t.Errorf("%q: asked %v, first answer\n%s", what, asked, got.files["00001.txt"])
 		}
 	}
-	if len(in.Answers) < 2 {
-		t.Errorf("%d answers, want one before the change and one after", len(in.Answers))
+	before, after := "", ""
+	for i, a := range in.Answers {
+		if i < len(sources[in.Gateway].asks) {
+			before += got.files[a.File]
+		} else {
+			after += got.files[a.File]
+		}
+	}
+	if strings.Contains(before, changed) || !strings.Contains(after, changed) {
+		t.Errorf("want %q after the change alone; before it:\n%s\nafter it:\n%s", changed, before, after)
 	}
 }
 
@@ -209,7 +234,7 @@ func TestAGatewayThatGoesAway(t *testing.T) {
 			conn.Close()
 		}
 	}()
-	got := record(t, func() { l.Close() }, "--gateway", "http", "--admin", "unix://"+socket, "--path", "/x")
+	got := record(t, func() { l.Close() }, 1, "--gateway", "http", "--admin", "unix://"+socket, "--path", "/x")
 	if n := len(got.index.Answers); n < 2 || got.files["00001.txt"] != "ok" || got.index.Answers[n-1].Error == "" {
 		t.Errorf("%+v", got)
 	}
