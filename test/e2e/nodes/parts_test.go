@@ -309,21 +309,33 @@ func (l *lab) testLivenessRestart(t *testing.T) {
 	took := map[string]time.Duration{}
 	more := func() time.Duration { return took["lameduck"] - took["unprotected"] }
 	restart := func(namespace string) {
-		events, err := l.Kube.CoreV1().Events(namespace).Watch(t.Context(),
-			metav1.ListOptions{FieldSelector: "involvedObject.name=lively"})
+		// A watch without a resourceVersion would begin with the Events of the pod of the last try.
+		of := metav1.ListOptions{FieldSelector: "involvedObject.name=lively"}
+		before, err := l.Kube.CoreV1().Events(namespace).List(t.Context(), of)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := l.Kube.CoreV1().Pods(namespace).Create(t.Context(), pod("lively", "node-2", fails),
-			metav1.CreateOptions{}); err != nil {
+		of.ResourceVersion = before.ResourceVersion
+		events, err := l.Kube.CoreV1().Events(namespace).Watch(t.Context(), of)
+		if err != nil {
+			t.Fatal(err)
+		}
+		lively, err := l.Kube.CoreV1().Pods(namespace).Create(t.Context(), pod("lively", "node-2", fails),
+			metav1.CreateOptions{})
+		if err != nil {
 			t.Fatal(err)
 		}
 		var killing time.Time
 		timeout := time.After(time.Minute)
 		for killing.IsZero() {
 			select {
-			case event := <-events.ResultChan():
-				if e, ok := event.Object.(*corev1.Event); ok && e.Reason == "Killing" {
+			case event, open := <-events.ResultChan():
+				if !open {
+					t.Fatal("the watch of Events has ended")
+				}
+				// An Event of the former pod may be late.
+				if e, ok := event.Object.(*corev1.Event); ok && e.Reason == "Killing" &&
+					e.InvolvedObject.UID == lively.UID {
 					killing = time.Now()
 				}
 			case <-timeout:
@@ -334,7 +346,7 @@ func (l *lab) testLivenessRestart(t *testing.T) {
 		events.Stop()
 		l.Await(t, time.Minute, "the restart", func() error {
 			p, err := l.Kube.CoreV1().Pods(namespace).Get(t.Context(), "lively", metav1.GetOptions{})
-			if err == nil && p.Status.ContainerStatuses[0].RestartCount == 0 {
+			if err == nil && (len(p.Status.ContainerStatuses) == 0 || p.Status.ContainerStatuses[0].RestartCount == 0) {
 				err = fmt.Errorf("not restarted")
 			}
 			return err
@@ -356,11 +368,16 @@ func (l *lab) testLivenessRestart(t *testing.T) {
 }
 
 // An agent that is frozen, not gone, is the worst for a hook of kind httpGet, for which kubelets
-// have no timeout: it takes the whole grace period. One of kind exec ends at its bound.
+// have no timeout: it takes the whole grace period, which the webhook has extended by the bound.
+// One of kind exec ends at its bound.
 func (l *lab) testFrozenAgent(t *testing.T) {
+	const (
+		own   = 5 // the pods' own grace period, in seconds
+		bound = barrierBound * time.Second
+	)
 	short := func(p *corev1.Pod) {
 		p.Spec.TerminationGracePeriodSeconds = new(int64)
-		*p.Spec.TerminationGracePeriodSeconds = 5
+		*p.Spec.TerminationGracePeriodSeconds = own
 	}
 	hooked := func(p *corev1.Pod) {
 		p.Spec.Containers[0].Lifecycle = &corev1.Lifecycle{
@@ -376,20 +393,26 @@ func (l *lab) testFrozenAgent(t *testing.T) {
 		}
 	}
 	defer thaw()
-	took := make(chan string, 2)
-	var exec time.Duration
+	var byHTTP time.Duration
+	failed := make(chan error, 1)
 	go func() {
 		began := time.Now()
 		_, err := l.Kubectl(context.WithoutCancel(t.Context()), "delete", "pod", "-n", "lameduck", "by-http",
 			"--timeout=80s")
-		took <- fmt.Sprintf("by httpGet %.1f s (%v)", time.Since(began).Seconds(), err)
+		byHTTP = time.Since(began)
+		failed <- err
 	}()
-	exec = l.remove(t, "lameduck", "by-exec", 80*time.Second)
-	t.Logf("with the node's agent frozen: by exec %.1f s, %s", exec.Seconds(), <-took)
+	exec := l.remove(t, "lameduck", "by-exec", 80*time.Second)
+	err := <-failed
+	t.Logf("with the node's agent frozen: by exec %.1f s, by httpGet %.1f s (%v)", exec.Seconds(), byHTTP.Seconds(),
+		err)
 	// Its bound, what its own hook takes, and the hold of the deletion, for which the agent counts
 	// as away.
-	if exec > 50*time.Second {
-		t.Errorf("by exec the pod was gone after %s, want its bound of 30s and some", exec)
+	if exec < bound-time.Second || exec > 50*time.Second {
+		t.Errorf("by exec the pod was gone after %s, want its bound of %s and some", exec, bound)
+	}
+	if least := bound + own*time.Second; err != nil || byHTTP < least-time.Second {
+		t.Errorf("by httpGet the pod was gone after %s, want its grace period of %s and some: %v", byHTTP, least, err)
 	}
 }
 
