@@ -2,14 +2,18 @@ package witness
 
 import (
 	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"os/exec"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/lameduck-io/lameduck/test/cluster"
@@ -47,19 +51,28 @@ func TestNoLossLetsAHeldDeletionThrough(t *testing.T) {
 		}},
 	} {
 		for victim := range 2 {
-			lose := func(t *testing.T) (gone int) {
+			lose := func(t *testing.T) (gone int, err error) {
 				must(t, s.AwaitCoordinators(t.Context()))
 				ns := scene(t, s, calls)
 				ctx, cancel := context.WithCancel(t.Context())
 				var deletions sync.WaitGroup
+				defer func() { cancel(); deletions.Wait() }()
 				for i := range calls {
 					deletions.Go(func() {
-						// It is denied until the test is over, or fails where client-go has no
-						// retries left.
-						_ = s.Kube.CoreV1().Pods(ns).Delete(ctx, fmt.Sprintf("held-%d", i), metav1.DeleteOptions{})
+						// It is denied until the test is over. Where client-go has no retries
+						// left, that is its error.
+						name := fmt.Sprintf("held-%d", i)
+						if err := s.Kube.CoreV1().Pods(ns).Delete(ctx, name, metav1.DeleteOptions{}); err != nil &&
+							!errors.Is(err, context.Canceled) && !apierrors.IsTooManyRequests(err) {
+							t.Errorf("deletion of %s: %v", name, err)
+						}
 					})
 				}
-				time.Sleep(time.Second) // the middle of the first hold, of 2 s
+				// With the 8 s below that is less than the deadline of 30 s, which lets
+				// deletions through.
+				if err := harness.Poll(15*time.Second, func() error { return allHeld(t, s, ns) }); err != nil {
+					return calls - alive(t, s, ns), fmt.Errorf("not all deletions are held: %w", err)
+				}
 				back := loss.lose(t, s, &coordinators(t, s)[victim])
 				for end := time.Now().Add(8 * time.Second); time.Now().Before(end); time.Sleep(100 * time.Millisecond) {
 					gone = calls - alive(t, s, ns)
@@ -69,13 +82,17 @@ func TestNoLossLetsAHeldDeletionThrough(t *testing.T) {
 				if back != nil {
 					must(t, back())
 				}
-				return gone
+				return gone, nil
 			}
 			t.Run(fmt.Sprintf("%s-%d", loss.name, victim), func(t *testing.T) {
 				stalled, gone := harness.Stalls(t), calls
-				for before := -1; gone > 0 && stalled() > before; {
+				var err error
+				for before := -1; (gone > 0 || err != nil) && stalled() > before; {
 					before = stalled()
-					gone = lose(t)
+					gone, err = lose(t)
+				}
+				if err != nil {
+					t.Error(err)
 				}
 				through, all = through+gone, all+calls
 				if gone > 0 {
@@ -85,6 +102,34 @@ func TestNoLossLetsAHeldDeletionThrough(t *testing.T) {
 		}
 	}
 	t.Logf("allowed without acknowledgement: %d of %d", through, all)
+}
+
+// allHeld returns nil if each coordinator has a drain of each held pod and holds a call now, and no
+// deletion has gone through.
+func allHeld(t *testing.T, s *stage.Stage, ns string) error {
+	t.Helper()
+	for ordinal, pod := range coordinators(t, s) {
+		log, err := s.Logs(t.Context(), stage.System, fmt.Sprintf("lameduck.io/ordinal=%d", ordinal), "webhook")
+		must(t, err)
+		drains := map[string]bool{}
+		for line := range strings.Lines(log) {
+			var one struct{ Msg, Pod string }
+			if json.Unmarshal([]byte(line), &one) == nil && one.Msg == "drain" &&
+				strings.HasPrefix(one.Pod, ns+"/held-") {
+				drains[one.Pod] = true
+			}
+		}
+		if len(drains) != calls {
+			return fmt.Errorf("coordinator %d has drains of %d pods", ordinal, len(drains))
+		}
+		if n, ok := stage.Metric(&pod, "lameduck_holds"); !ok || n == 0 {
+			return fmt.Errorf("coordinator %d holds no call now", ordinal)
+		}
+	}
+	if n := alive(t, s, ns); n != calls {
+		return fmt.Errorf("%d of %d pods are not terminating", n, calls)
+	}
+	return nil
 }
 
 // alive counts the held pods that are not terminating.
