@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -332,6 +333,24 @@ func TestKubectlSaysWhatIsMissing(t *testing.T) {
 			if _, err := s.Kube.RbacV1().RoleBindings(stage.System).Create(t.Context(), binding,
 				metav1.CreateOptions{}); err != nil {
 				t.Fatal(err)
+			}
+			// The API server learns of rights by a watch.
+			for _, rule := range rules {
+				for _, verb := range rule.Verbs {
+					resource, sub, _ := strings.Cut(rule.Resources[0], "/")
+					harness.Await(t, 20*time.Second, user+" may "+verb+" "+rule.Resources[0], func() error {
+						review, err := s.Kube.AuthorizationV1().SubjectAccessReviews().Create(t.Context(),
+							&authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{
+								User: user,
+								ResourceAttributes: &authorizationv1.ResourceAttributes{
+									Namespace: stage.System, Verb: verb, Resource: resource, Subresource: sub},
+							}}, metav1.CreateOptions{})
+						if err == nil && !review.Status.Allowed {
+							err = errors.New("it may not: " + review.Status.Reason)
+						}
+						return err
+					})
+				}
 			}
 		}
 		return path
