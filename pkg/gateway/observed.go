@@ -104,9 +104,13 @@ type Cleaner interface {
 	Clean(targets []netip.AddrPort) error
 }
 
-// Polled is an [Observed] that reads its gateway again and again, and counts readings that failed.
+// Polled is an [Observed] that reads its gateway again and again.
 type Polled interface {
+	// Failures counts the readings that failed.
 	Failures() uint64
+	// Began is closed with the first reading that succeeds. Only then does the agent connect to
+	// coordinators: a gateway that has not started sends nothing, and nothing can be acknowledged.
+	Began() <-chan struct{}
 }
 
 // Auditor is an [Observed] that follows changes, and compares what it has followed with the data

@@ -27,8 +27,8 @@ import (
 	"github.com/lameduck-io/lameduck/internal/version"
 )
 
-// source lists the requests to one kind of gateway. None of the answers contains keys, passwords or
-// headers.
+// source lists the requests to one kind of gateway. The answers contain no keys. Traefik's may
+// contain a password in the URL of a server, and headers of health checks.
 type source struct {
 	// admin is the default address of the admin interface. asks are paths to read or, for HAProxy,
 	// commands.

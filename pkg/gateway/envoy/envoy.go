@@ -8,7 +8,13 @@
 //     (50 %), requests go to every host. DRAINING ones do not count as hosts there, and get
 //     requests all the same (envoyproxy/envoy#46800). A host is Kept if no other one is healthy.
 //   - override_host_status may name its status: a session is kept by a cookie or header.
-//   - lb_subset_config makes a panic of each subset, which /clusters does not show.
+//   - lb_subset_config makes a panic of each subset, which /clusters does not show. So may a
+//     load_balancing_policy that is not among those that respect the health of hosts, such as
+//     override_host, by which a header names the host.
+//
+// A change of health alone, as to DRAINING, may reach the workers later than it is listed: Envoy
+// before 1.40 merges those within an update_merge_window (1 s) of the last change of the cluster.
+// The same holds for hosts whose recovery ends a panic, in later versions, too.
 //
 // A failed health check or an outlier detection never makes a host Removed, because the host may
 // recover. A host with pending_dynamic_removal is not Removed either: Envoy sends to it while it
@@ -27,9 +33,11 @@
 package envoy
 
 import (
+	"encoding/json"
 	"fmt"
 	"log/slog"
 	"net/netip"
+	"regexp"
 	"slices"
 	"strconv"
 	"time"
@@ -39,10 +47,25 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// settle is how long the workers may take to follow the main thread: 51 ms was measured with
-// fifteen runnable threads for each core, 335 ms with other programs on the cores as well (decision
-// 32).
-const settle = 500 * time.Millisecond
+const (
+	// settle is how long the workers may take to follow the main thread: 51 ms was measured with
+	// fifteen runnable threads for each core, 335 ms with other programs on the cores as well
+	// (decision 32).
+	settle = 500 * time.Millisecond
+	// mergeWindow is Envoy's default update_merge_window.
+	mergeWindow = time.Second
+	// initMost is how long after its start a process may begin to wait for the end of its parent.
+	// It is initialized first.
+	initMost = time.Minute
+)
+
+// respectful are the packages of the load balancing policies that send to no unhealthy or draining
+// host outside of a panic.
+var respectful = []string{
+	"round_robin", "least_request", "random", "ring_hash", "maglev", "wrr_locality", "client_side_weighted_round_robin",
+}
+
+var policies = regexp.MustCompile(`load_balancing_policies\.(\w+)\.v3\.`)
 
 // defaultPanic is Envoy's healthy_panic_threshold, in percent.
 const defaultPanic = 50
@@ -124,9 +147,31 @@ type balancing struct {
 		Override struct {
 			Statuses []string `json:"statuses"`
 		} `json:"override_host_status"`
+		MergeWindow string `json:"update_merge_window"`
 	} `json:"common_lb_config"`
-	Subsets *struct{}  `json:"lb_subset_config"`
-	Checks  []struct{} `json:"health_checks"` // each keeps a connection to each host
+	Subsets *struct{}       `json:"lb_subset_config"`
+	Policy  json.RawMessage `json:"load_balancing_policy"`
+	Checks  []struct{}      `json:"health_checks"` // each keeps a connection to each host
+}
+
+// settle is how long the workers may take to apply a change of a host's health.
+func (b balancing) settle() time.Duration {
+	window, err := time.ParseDuration(b.Common.MergeWindow)
+	if err != nil {
+		window = mergeWindow
+	}
+	return window + settle
+}
+
+// respects reports whether the cluster's policy is known to send only to healthy hosts.
+func (b balancing) respects() bool {
+	named := policies.FindAllSubmatch(b.Policy, -1)
+	for _, name := range named {
+		if !slices.Contains(respectful, string(name[1])) {
+			return false
+		}
+	}
+	return b.Subsets == nil && (len(named) > 0 || len(b.Policy) == 0)
 }
 
 // read implements poll.Read.
@@ -140,8 +185,8 @@ func (r *reader) read(get func(path string, into any) error) ([]poll.Host, error
 	switch {
 	case info.State != "LIVE" && info.State != "DRAINING":
 		return nil, fmt.Errorf("Envoy is %s", info.State)
-	case info.Options.Epoch > 0 && up <= parent:
-		return nil, fmt.Errorf("Envoy was restarted hot %s ago: its parent may send until %s", up, parent)
+	case info.Options.Epoch > 0 && up <= parent+initMost:
+		return nil, fmt.Errorf("Envoy was restarted hot %s ago: its parent may send until %s", up, parent+initMost)
 	}
 	var c clusters
 	if err := get("/clusters?format=json", &c); err != nil {
@@ -164,8 +209,9 @@ func (r *reader) read(get func(path string, into any) error) ([]poll.Host, error
 					}
 					r.at = now
 				}
-				is.State = r.configured[cluster.Name].state(h, cluster.Hosts)
-				is.Open += len(r.configured[cluster.Name].Checks)
+				b := r.configured[cluster.Name]
+				is.State, is.Settle = b.state(h, cluster.Hosts), b.settle()
+				is.Open += len(b.Checks)
 			}
 			hosts = append(hosts, is)
 		}
@@ -228,7 +274,7 @@ func (b balancing) state(h host, all []host) health.State {
 		threshold = b.Common.Panic.Value
 	}
 	switch {
-	case b.Name == "" || b.Subsets != nil || slices.Contains(b.Common.Override.Statuses, h.Health.EDS):
+	case b.Name == "" || !b.respects() || slices.Contains(b.Common.Override.Statuses, h.Health.EDS):
 		return health.Routing
 	case threshold == 0 || total > 0 && 100*float64(usable) >= threshold*float64(total):
 		return health.Removed

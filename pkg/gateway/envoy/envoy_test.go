@@ -2,6 +2,7 @@ package envoy
 
 import (
 	"bytes"
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -97,10 +98,11 @@ func startWith(t testing.TB, options []string, cluster string, endpoints ...endp
 	return p
 }
 
-// run starts a process of the proxy.
+// run starts a process of the proxy. ENVOY in the environment selects another Envoy.
 func (p *proxy) run(options ...string) *planes.Program {
 	p.t.Helper()
-	return planes.StartProgram(p.t, strings.TrimPrefix(p.url, "http://"), gatewaytest.LookPath(p.t, "envoy"),
+	path := gatewaytest.LookPath(p.t, cmp.Or(os.Getenv("ENVOY"), "envoy"))
+	return planes.StartProgram(p.t, strings.TrimPrefix(p.url, "http://"), path,
 		append(options, "-c", filepath.Join(p.dir, "envoy.yaml"))...)
 }
 
@@ -334,46 +336,67 @@ func TestRead(t *testing.T) {
 		"restarted hot": {
 			`{"state": "LIVE", "uptime_current_epoch": "9s",
 				"command_line_options": {"restart_epoch": 1, "parent_shutdown_time": "900s"}}`,
-			`{}`, configs, "Envoy was restarted hot 9s ago: its parent may send until 15m0s",
+			`{}`, configs, "Envoy was restarted hot 9s ago: its parent may send until 16m0s",
 		},
 		"counts": {
 			live, cluster(host("80", `"stats": [{"name": "rq_active", "value": "2"},
 				{"name": "rq_pending_active", "value": "1"}, {"name": "cx_active", "value": "4"}]`)),
-			configs, "[{10.0.0.1:80 routing true 3 4 0s }]",
+			configs, "[{10.0.0.1:80 routing true 3 4 0s 0s }]",
 		},
 		"an older Envoy": {
 			live, cluster(host("80", `"stats": [{"name": "rq_active", "value": "2"}]`)), configs,
-			"[{10.0.0.1:80 routing false 2 0 0s }]",
+			"[{10.0.0.1:80 routing false 2 0 0s 0s }]",
 		},
 		"passes its checks still": {
 			live, cluster(host("80", `"health_status": {"eds_health_status": "DRAINING",
 				"pending_dynamic_removal": true}`)),
-			configs, "[{10.0.0.1:80 routing false 0 0 0s }]",
+			configs, "[{10.0.0.1:80 routing false 0 0 0s 0s }]",
 		},
 		"ejected": {
 			live, cluster(host("80", `"health_status": {"failed_outlier_check": true}`)), configs,
-			"[{10.0.0.1:80 routing false 0 0 0s }]",
+			"[{10.0.0.1:80 routing false 0 0 0s 0s }]",
 		},
 		"others are ejected": {
 			live, cluster(host("80", eds),
 				host("81", `"health_status": {"failed_active_health_check": true}`)), configs,
-			"[{10.0.0.1:80 kept false 0 0 0s } {10.0.0.1:81 routing false 0 0 0s }]",
+			"[{10.0.0.1:80 kept false 0 0 0s 1.5s } {10.0.0.1:81 routing false 0 0 0s 0s }]",
 		},
 		"each priority": {
 			live, cluster(host("80", `"priority": 1, `+eds), host("81", weight)),
-			configs, "[{10.0.0.1:80 routing false 0 0 0s } {10.0.0.1:81 routing false 0 0 0s }]",
+			configs, "[{10.0.0.1:80 routing false 0 0 0s 1.5s } {10.0.0.1:81 routing false 0 0 0s 0s }]",
 		},
 		"subsets": {
 			live, cluster(host("80", eds), host("81", weight)),
 			`{"configs": [{"cluster": {"name": "web", "lb_subset_config": {}}}]}`,
-			"[{10.0.0.1:80 routing false 0 0 0s } {10.0.0.1:81 routing false 0 0 0s }]",
+			"[{10.0.0.1:80 routing false 0 0 0s 1.5s } {10.0.0.1:81 routing false 0 0 0s 0s }]",
+		},
+		"a header names it": {
+			live, cluster(host("80", eds), host("81", weight)), `{"configs": [{"cluster": {"name": "web",
+				"load_balancing_policy": {"policies": [{"typed_extension_config": {"typed_config": {"@type":
+				"type.googleapis.com/envoy.extensions.load_balancing_policies.override_host.v3.OverrideHost",
+				"fallback_policy": {"policies": [{"typed_extension_config": {"typed_config": {"@type":
+				"type.googleapis.com/envoy.extensions.load_balancing_policies.random.v3.Random"}}}]}}}}]}}}]}`,
+			"[{10.0.0.1:80 routing false 0 0 0s 1.5s } {10.0.0.1:81 routing false 0 0 0s 0s }]",
+		},
+		"a policy of an extension": {
+			live, cluster(host("80", eds), host("81", weight)), `{"configs": [{"cluster": {"name": "web",
+				"load_balancing_policy": {"policies": [{"typed_extension_config": {"name": "own"}}]}}}]}`,
+			"[{10.0.0.1:80 routing false 0 0 0s 1.5s } {10.0.0.1:81 routing false 0 0 0s 0s }]",
+		},
+		"least request, merged within 3 s": {
+			live, cluster(host("80", eds), host("81", weight)), `{"configs": [{"cluster": {"name": "web",
+				"common_lb_config": {"update_merge_window": "3s"},
+				"load_balancing_policy": {"policies": [{"typed_extension_config": {"typed_config": {"@type":
+				"type.googleapis.com/envoy.extensions.load_balancing_policies.least_request.v3.LeastRequest"
+				}}}]}}}]}`,
+			"[{10.0.0.1:80 removed false 0 0 0s 3.5s } {10.0.0.1:81 routing false 0 0 0s 0s }]",
 		},
 		"not configured": {
 			live, cluster(host("80", eds), host("81", weight)),
-			`{}`, "[{10.0.0.1:80 routing false 0 0 0s } {10.0.0.1:81 routing false 0 0 0s }]",
+			`{}`, "[{10.0.0.1:80 routing false 0 0 0s 1.5s } {10.0.0.1:81 routing false 0 0 0s 0s }]",
 		},
 		"a name": {live, cluster(`{"address": {"socket_address": {"address": "web.shop"}}}`), configs,
-			"[{invalid AddrPort unknown false 0 0 0s web.shop}]"},
+			"[{invalid AddrPort unknown false 0 0 0s 0s web.shop}]"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			answers := map[string]string{

@@ -17,16 +17,17 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/pkg/gateway/poll"
 	"github.com/lameduck-io/lameduck/pkg/health"
 	"github.com/lameduck-io/lameduck/test/planes"
 )
 
-var flips = flag.Int("flips", 5, "how often TestWorkersFollow takes a host out")
+var flips = flag.Int("flips", 5, "how often TestWorkersFollow takes a host out, in each way")
 
-// Four workers that are all busy follow the main thread. What is written is how long after the
-// first question that the main thread answers without a host (one each millisecond) the last
-// request for it arrived: an upper bound, by which settle is chosen (decision 32). Nothing that is
-// sent after Removed may arrive.
+// Four workers that are all busy follow the main thread, when a host is removed and when it becomes
+// DRAINING. What is written is how long after the first question that the main thread answers
+// without the host (one each millisecond) the last request for it arrived: an upper bound, by which
+// settle is chosen (decision 32). Nothing that is sent after Removed may arrive.
 func TestWorkersFollow(t *testing.T) {
 	var phase, last, late atomic.Int64
 	a := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
@@ -68,27 +69,33 @@ func TestWorkersFollow(t *testing.T) {
 			}
 		})
 	}
-	var lags []time.Duration
-	for range *flips {
+	var lags [2][]time.Duration
+	for i := range 2 * *flips {
+		out := []endpoint{{gone.addr, "DRAINING"}, b}
 		planes.Await(t, w, health.Routing)
 		before := last.Load()
 		planes.Until(t, "it gets requests", func() bool { return last.Load() > before })
-		p.set(b)
+		p.set(out[i%2:]...)
 		var asked time.Time
 		planes.Until(t, "the main thread has no host", func() bool {
 			asked = time.Now()
 			hosts, err := (&reader{}).read(admin)
-			return err == nil && len(hosts) == 1
+			return err == nil && !slices.ContainsFunc(hosts, func(h poll.Host) bool {
+				return h.Target == gone.addr && h.State == health.Routing
+			})
 		})
 		planes.Until(t, "it is Removed", func() bool { return w.Reading().State >= health.Removed })
 		phase.Add(1)
 		planes.Await(t, w, health.Idle)
-		lags = append(lags, max(0, time.Unix(0, last.Load()).Sub(asked)))
+		lags[i%2] = append(lags[i%2], max(0, time.Unix(0, last.Load()).Sub(asked)))
 		phase.Add(1)
 		p.set(gone, b)
 	}
-	slices.Sort(lags)
-	t.Logf("the workers follow after %s (median), %s (most) of %d", lags[len(lags)/2], lags[len(lags)-1], len(lags))
+	for i, what := range []string{"DRAINING", "removed"} {
+		slices.Sort(lags[i])
+		t.Logf("%s: the workers follow after %s (median), %s (most) of %d", what, lags[i][*flips/2], lags[i][*flips-1],
+			*flips)
+	}
 	if n := late.Load(); n > 0 {
 		t.Errorf("%d requests arrived that were sent after Removed", n)
 	}

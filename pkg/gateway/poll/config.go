@@ -57,6 +57,6 @@ func (c *Config) Check() (errs []error) {
 func (c *Config) Poll(read Read, settle time.Duration, log *slog.Logger) *Gateway {
 	return &Gateway{
 		name: c.Population, admin: c.Admin, read: read, settle: settle, log: log,
-		watches: map[*watch]struct{}{}, wake: signal.New(), named: map[string]bool{},
+		watches: map[*watch]struct{}{}, wake: signal.New(), began: make(chan struct{}), named: map[string]bool{},
 	}
 }

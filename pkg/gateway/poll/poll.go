@@ -68,6 +68,8 @@ type Host struct {
 	// Quiet is the silence after which a connection counts as idle, after an answer or before the
 	// first request. It is for HTTP/1.1 only. 0: a connection counts until it is closed.
 	Quiet time.Duration
+	// Settle is the settle time of this target if it is longer than that of the gateway.
+	Settle time.Duration
 	// Name is set instead of Target if the gateway sends to a name. The pods behind the name are
 	// unknown.
 	Name string
@@ -93,6 +95,8 @@ type Gateway struct {
 	wake    signal.Signal
 	failing bool
 	failed  atomic.Uint64
+	// began is closed with the first reading that succeeds.
+	began chan struct{}
 	// uncounted is the last error of reading sockets, and named has the names that were logged.
 	// Only Run uses these two.
 	uncounted string
@@ -105,12 +109,15 @@ func (g *Gateway) Population() string { return g.name }
 // Failures implements gateway.Polled.
 func (g *Gateway) Failures() uint64 { return g.failed.Load() }
 
+// Began implements gateway.Polled.
+func (g *Gateway) Began() <-chan struct{} { return g.began }
+
 // Absent implements gateway.Observed: a gateway that does not answer may send.
 func (g *Gateway) Absent() bool { return false }
 
 // Run implements gateway.Observed.
 func (g *Gateway) Run(ctx context.Context) error {
-	boot, lives := rand.Text()[:8], 0
+	boot, lives, begun := rand.Text()[:8], 0, false
 	var c *connection
 	for {
 		began := time.Now()
@@ -126,12 +133,15 @@ func (g *Gateway) Run(ctx context.Context) error {
 		if ctx.Err() == nil {
 			if err != nil {
 				g.failed.Add(1)
+			} else if !begun {
+				begun = true
+				close(g.began)
 			}
 			g.adopt(hosts, err, began, fmt.Sprintf("%s.%d", boot, lives))
 		}
 		ended := time.Now()
 		took := ended.Sub(began)
-		if err != nil {
+		if err != nil && (c == nil || !c.answered) {
 			took = 0 // the gateway was waited for, and did not work
 		}
 		pause := max(seldom, idleShare*took)
@@ -143,7 +153,7 @@ func (g *Gateway) Run(ctx context.Context) error {
 		ends := c != nil && c.ends // what comes next is another generation, and has to settle, too
 		for w := range g.watches {
 			if w.settling && !ends {
-				pause = min(pause, time.Until(w.since.Add(g.settle)))
+				pause = min(pause, time.Until(w.since.Add(w.settle)))
 			}
 		}
 		g.mu.Unlock()
@@ -181,8 +191,9 @@ type connection struct {
 	net.Conn
 	answers      *bufio.Reader
 	host, prefix string
-	// ends reports whether the gateway closes the connection after this answer.
-	ends bool
+	// ends: the gateway closes the connection after this answer. answered: it has answered a
+	// request of this poll.
+	ends, answered bool
 }
 
 func (g *Gateway) dial(ctx context.Context) (*connection, error) {
@@ -206,6 +217,7 @@ func (c *connection) poll(ctx context.Context, read Read) ([]Host, error) {
 	if err := c.SetDeadline(time.Now().Add(timeout)); err != nil {
 		return nil, err
 	}
+	c.answered = false
 	defer context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })()
 	return read(c.get)
 }
@@ -220,6 +232,7 @@ func (c *connection) get(path string, into any) error {
 		return fmt.Errorf("%s: %w", path, err)
 	}
 	defer answer.Body.Close()
+	c.answered = true
 	if c.ends = answer.Close; answer.StatusCode != http.StatusOK {
 		return fmt.Errorf("%s: %s", path, answer.Status)
 	}
@@ -296,9 +309,10 @@ type watch struct {
 	targets []netip.AddrPort
 	changed func()
 	// g.mu guards the fields below. since is when all targets were first seen out, in the
-	// generation of reading.
+	// generation of reading, and settle the longest settle time of one of them since then.
 	reading          gateway.Reading
 	since            time.Time
+	settle           time.Duration
 	settling, counts bool
 }
 
@@ -351,10 +365,15 @@ func (w *watch) update(hosts []Host, open []sockets.Socket, unread error, began 
 		w.since = time.Time{}
 	}
 	if state == health.Removed && w.since.IsZero() {
-		w.since = now
+		w.since, w.settle = now, w.g.settle
+	}
+	for _, h := range hosts {
+		if w.of(h.Target) {
+			w.settle = max(w.settle, h.Settle)
+		}
 	}
 	was := w.reading
-	w.settling = state == health.Removed && (began.Before(w.since) || began.Sub(w.since) < w.g.settle)
+	w.settling = state == health.Removed && (began.Before(w.since) || began.Sub(w.since) < w.settle)
 	if w.settling {
 		// A gateway that has not been seen to send may not have learned of the pod yet.
 		if state = health.Unknown; was.State == health.Routing || was.State == health.Kept {

@@ -2,6 +2,7 @@ package poll
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net/http"
@@ -208,6 +209,44 @@ func TestNewWatchesLeaveTheGatewayItsShare(t *testing.T) {
 			t.Error(err)
 		}
 	})
+}
+
+// A gateway whose second answer takes longer than a poll may take has worked all the time. One that
+// answers nothing was only waited for.
+func TestAFailedPollCostsWhatTheGatewayWorked(t *testing.T) {
+	const slow = 100 * time.Millisecond
+	s := httptest.NewServer(http.NotFoundHandler())
+	defer s.Close()
+	for _, answers := range []bool{true, false} {
+		synctest.Test(t, func(t *testing.T) {
+			var polls atomic.Int64
+			c := Config{Population: "test", Admin: s.URL}
+			g := c.Poll(func(get func(string, any) error) ([]Host, error) {
+				polls.Add(1)
+				if answers {
+					_ = get("/", new(any)) // it is an answer, whatever it says
+				}
+				time.Sleep(slow)
+				return nil, errors.New("too late")
+			}, 0, slog.New(slog.DiscardHandler))
+			ctx, cancel := context.WithCancel(t.Context())
+			ended := make(chan error)
+			go func() { ended <- g.Run(ctx) }()
+			defer g.Watch([]netip.AddrPort{target}, func() {}).Close()
+			time.Sleep(100 * slow)
+			want := int64(100 * slow / (slow + often))
+			if answers {
+				want = 100 / (1 + watchedShare)
+			}
+			if n := polls.Load(); n < want-1 || n > want+1 {
+				t.Errorf("answers %t: %d polls, want %d", answers, n, want)
+			}
+			cancel()
+			if err := <-ended; err != nil {
+				t.Error(err)
+			}
+		})
+	}
 }
 
 func TestCheck(t *testing.T) {

@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// Socket is one open TCP connection of the network namespace.
+// Socket is one open TCP connection of the network namespace, opened there.
 type Socket struct {
 	Remote netip.AddrPort
 	// Cgroup is the ID of the cgroup (v2) that opened it.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"time"
 	"unsafe"
 
@@ -20,16 +21,18 @@ const (
 	diagCgroup       = 21 // INET_DIAG_CGROUP_ID
 	requestLen       = 56
 	messageLen       = 72
-	// openStates are those in which a connection can carry a request or an answer: not LISTEN,
+	// states are those in which a connection can carry a request or an answer, and LISTEN: not
 	// TIME_WAIT and CLOSE.
-	openStates = 1<<unix.BPF_TCP_ESTABLISHED | 1<<unix.BPF_TCP_SYN_SENT | 1<<unix.BPF_TCP_FIN_WAIT1 |
-		1<<unix.BPF_TCP_FIN_WAIT2 | 1<<unix.BPF_TCP_CLOSE_WAIT | 1<<unix.BPF_TCP_LAST_ACK
+	states = 1<<unix.BPF_TCP_LISTEN | 1<<unix.BPF_TCP_ESTABLISHED | 1<<unix.BPF_TCP_SYN_SENT |
+		1<<unix.BPF_TCP_FIN_WAIT1 | 1<<unix.BPF_TCP_FIN_WAIT2 | 1<<unix.BPF_TCP_CLOSE_WAIT | 1<<unix.BPF_TCP_LAST_ACK
 	timeout = time.Second
 )
 
-// List returns the open TCP connections of the network namespace. It needs no capability.
+// List returns the open TCP connections that were opened in the network namespace. Those that were
+// accepted are not among them: a pod that is also a client of the gateway keeps them open. List
+// needs no capability.
 func List() ([]Socket, error) {
-	all := []Socket{}
+	all, listens := []Socket{}, map[uint16]bool{}
 	for _, family := range []byte{unix.AF_INET, unix.AF_INET6} {
 		request := netlink.Header{Type: sockDiagByFamily, Flags: netlink.Request | netlink.Dump}
 		answers, err := ask(request, Socket{family: family})
@@ -37,13 +40,23 @@ func List() ([]Socket, error) {
 			return nil, fmt.Errorf("list sockets: %w", err)
 		}
 		for _, m := range answers {
-			if len(m.Data) >= messageLen {
-				all = append(all, parse(m.Data))
+			if len(m.Data) < messageLen {
+				continue
 			}
+			s := parse(m.Data)
+			if m.Data[1] == unix.BPF_TCP_LISTEN {
+				listens[s.port()] = true
+				continue
+			}
+			all = append(all, s)
 		}
 	}
-	return all, nil
+	// The kernel gives no port that is listened on to a connection that is opened.
+	return slices.DeleteFunc(all, func(s Socket) bool { return listens[s.port()] }), nil
 }
+
+// port returns the local port.
+func (s Socket) port() uint16 { return binary.BigEndian.Uint16(s.id[:]) }
 
 // Cookie returns the number that identifies the socket to eBPF programs.
 func (s Socket) Cookie() uint64 {
@@ -92,7 +105,7 @@ func ask(header netlink.Header, s Socket) ([]netlink.Message, error) {
 	}
 	request := make([]byte, requestLen)
 	request[0], request[1], request[2] = s.family, unix.IPPROTO_TCP, 1<<(diagInfo-1)
-	binary.NativeEndian.PutUint32(request[4:], openStates)
+	binary.NativeEndian.PutUint32(request[4:], states)
 	copy(request[8:], s.id[:])
 	return conn.Execute(netlink.Message{Header: header, Data: request})
 }

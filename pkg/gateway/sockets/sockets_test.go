@@ -73,6 +73,9 @@ func TestQuietConnections(t *testing.T) {
 		}
 		found := false
 		for _, s := range all {
+			if s.Remote.String() == client.LocalAddr().String() {
+				t.Errorf("%s: a connection that was accepted is listed", tt.name)
+			}
 			if s.Remote.String() == l.Addr().String() {
 				found = true
 				if got := s.Quiet(quiet); got != tt.want || s.Quiet(0) || s.Quiet(time.Hour) {

@@ -4,7 +4,8 @@
 // fenced server, Traefik's term for a server whose endpoint is terminating, unless the service is
 // sticky: cookies still reach a fenced server. A server that failed its health check is not
 // Removed, because it may recover. Traefik is one process, which replaces its routers and its API
-// together within some milliseconds. It applies a provider's changes at most once in each
+// together within some milliseconds. After a start its API lists only services of its own until a
+// provider has delivered. It applies a provider's changes at most once in each
 // providersThrottleDuration (2 s).
 //
 // Traefik does not count requests by server. Idle is read from the sockets. A connection to a
@@ -20,10 +21,13 @@ package traefik
 
 import (
 	"errors"
+	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"net/netip"
 	"net/url"
+	"slices"
 	"strings"
 	"time"
 
@@ -37,6 +41,8 @@ const (
 	settle = 100 * time.Millisecond
 	// quiet is the silence after which a connection with plain HTTP/1.1 counts as idle.
 	quiet = time.Second
+	// delivery is how long after its start the providers of a Traefik may not have delivered yet.
+	delivery = 30 * time.Second
 	// remember is how long the quiet time of a removed server is kept: longer than Traefik keeps
 	// connections to the server (90 s).
 	remember = 2 * time.Minute
@@ -87,6 +93,19 @@ func (r *reader) read(get func(path string, into any) error) ([]poll.Host, error
 		return nil, errors.New("/api/rawdata does not list the service api@internal: this is not Traefik's API")
 	}
 	now := time.Now()
+	names := slices.AppendSeq(slices.Collect(maps.Keys(raw.Services)), maps.Keys(raw.TCPServices))
+	if !slices.ContainsFunc(names, func(name string) bool { return !strings.HasSuffix(name, "@internal") }) {
+		var is struct {
+			Started time.Time `json:"startDate"`
+		}
+		if err := get("/api/version", &is); err != nil {
+			return nil, err
+		}
+		if up := now.Sub(is.Started); up < delivery {
+			return nil, fmt.Errorf("Traefik was started %s ago, and lists no service but its own: its providers may "+
+				"not have delivered yet", up.Truncate(time.Millisecond))
+		}
+	}
 	hosts := []poll.Host{}
 	for _, services := range []map[string]service{raw.Services, raw.TCPServices} {
 		for _, s := range services {

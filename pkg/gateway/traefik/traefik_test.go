@@ -290,6 +290,16 @@ func TestRead(t *testing.T) {
 			"[fd00::1]:80 removed 0s"; got != want {
 		t.Errorf("%s, want %s", got, want)
 	}
+	// Its providers deliver after its API answers.
+	for started, starting := range map[time.Time]bool{time.Now(): true, time.Now().Add(-time.Minute): false} {
+		_, err := r.read(planes.Answers(map[string]string{
+			"/api/rawdata": `{"services": {"api@internal": {}, "noop@internal": {}}}`,
+			"/api/version": `{"Version": "3.7.15", "startDate": "` + started.Format(time.RFC3339Nano) + `"}`,
+		}))
+		if starting != (err != nil) {
+			t.Errorf("started at %s: %v", started, err)
+		}
+	}
 	for _, other := range []string{`{}`, `{"message": "not found"}`} {
 		if hosts, err := r.read(planes.Answers(map[string]string{"/api/rawdata": other})); err == nil {
 			t.Errorf("%s is read as %v", other, hosts)
