@@ -411,7 +411,7 @@ func TestHooksThatCannotBeAsked(t *testing.T) {
 				}
 				r.mu.Lock()
 				defer r.mu.Unlock()
-				if all, n := r.core.Ledger.Oldest(drain.AtBarrier, 10); n != 0 {
+				if all, n, _ := r.core.Ledger.Oldest(drain.AtBarrier, 10); n != 0 {
 					t.Errorf("open are %v", all)
 				}
 			})
@@ -460,7 +460,7 @@ func TestAHookNeedsTheRightToAsk(t *testing.T) {
 				}
 				r.mu.Lock()
 				defer r.mu.Unlock()
-				if all, n := r.core.Ledger.Oldest(drain.AtBarrier, 10); n != 0 {
+				if all, n, _ := r.core.Ledger.Oldest(drain.AtBarrier, 10); n != 0 {
 					t.Errorf("open are %v", all)
 				}
 			})

@@ -115,3 +115,32 @@ func TestViewNamesWhoWasLateAtABarrier(t *testing.T) {
 		}
 	})
 }
+
+// Pods that may stop, and have not ended yet, do not hide one that waits.
+func TestViewListsTheBarrierThatWaits(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a", with(newNearby()))
+		one := n.nodeAgent("node-1", "replica-0")
+		for i := range maxShownBarriers {
+			p := pod(fmt.Sprint("stops-", i))
+			hook := one.hook(p)
+			one.see(t, p, drain.Idle, true)
+			<-hook
+		}
+		time.Sleep(time.Second)
+		late, last := pod("late"), pod(fmt.Sprint("stops-", maxShownBarriers-1))
+		one.hook(late)
+		b := r.View(10, 10).Barriers
+		if len(b.Items) != maxShownBarriers || b.Items[0].Pod != late.Name || b.Open != maxShownBarriers+1 ||
+			b.Waiting != 1 {
+			t.Errorf("%d of %d are listed, %d wait, the first is %+v", len(b.Items), b.Open, b.Waiting, b.Items[0])
+		}
+		// One pod is found whether a view lists it or not.
+		for uid, want := range map[drain.UID]int{late.UID: 1, last.UID: 1, "unknown": 0} {
+			if v := r.ViewPod(uid, 10); len(v.Barriers.Items) != want || len(v.Drains.Items) > 0 {
+				t.Errorf("%s: %+v", uid, v)
+			}
+		}
+	})
+}

@@ -290,8 +290,9 @@ func (c *Coordinator) View(drains, reports int) api.View {
 		Outcomes: c.seen.outcomes.newest(), Propagation: c.seen.propagation(),
 	}
 	var oldest, facing []drain.UID
-	oldest, v.Drains.Open = c.core.Ledger.Oldest(drain.AtHold, drains)
-	facing, v.Barriers.Open = c.core.Ledger.Oldest(drain.AtBarrier, maxShownBarriers)
+	oldest, v.Drains.Open, _ = c.core.Ledger.Oldest(drain.AtHold, drains)
+	facing, v.Barriers.Open, v.Barriers.Waiting = c.core.Ledger.Oldest(drain.AtBarrier, maxShownBarriers)
+	v.Barriers.Waiting = max(0, v.Barriers.Waiting-len(facing)) // those that are not listed
 	for _, k := range c.core.Ledger.Agents() {
 		v.Agents.Items = append(v.Agents.Items, c.agent(k))
 	}
@@ -304,6 +305,7 @@ func (c *Coordinator) View(drains, reports int) api.View {
 			v.Barriers.Open-- // it has ended since
 		}
 	}
+	v.Barriers.Waiting += v.Barriers.ItemsWaiting()
 	v.TargetHealth = c.targetHealth.view(v.Agents.Items)
 	for _, uid := range oldest {
 		if d, ok := c.drain(uid, reports); ok {
@@ -311,6 +313,19 @@ func (c *Coordinator) View(drains, reports int) api.View {
 		} else {
 			v.Drains.Open--
 		}
+	}
+	return v
+}
+
+// ViewPod returns what a view without bounds would have of one pod: its drain, with at most reports
+// reports, and its barrier, if they are open.
+func (c *Coordinator) ViewPod(uid drain.UID, reports int) api.View {
+	v := api.View{At: time.Now(), Replica: api.Replica{Name: c.core.self.Replica}}
+	if d, ok := c.drain(uid, reports); ok {
+		v.Drains.Items = []api.Drain{d}
+	}
+	if b, ok := c.barrierOf(uid); ok {
+		v.Barriers.Items = []api.OpenBarrier{b}
 	}
 	return v
 }

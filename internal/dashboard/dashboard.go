@@ -61,6 +61,7 @@ const (
 // Coordinator is the coordinator whose state is served.
 type Coordinator interface {
 	View(drains, reports int) api.View
+	ViewPod(uid drain.UID, reports int) api.View
 	Report() api.Report
 	Acknowledgers(services []drain.Service) ([]drain.Acknowledger, map[drain.AgentID]string)
 }

@@ -60,6 +60,15 @@ func (w *world) View(int, int) api.View {
 	return v
 }
 
+func (w *world) ViewPod(uid drain.UID, _ int) api.View {
+	v := w.View(0, 0)
+	v.Drains.Items = slices.DeleteFunc(slices.Clone(v.Drains.Items), func(d api.Drain) bool {
+		return d.UID != string(uid)
+	})
+	v.Barriers.Items = slices.DeleteFunc(v.Barriers.Items, func(b api.OpenBarrier) bool { return b.UID != string(uid) })
+	return v
+}
+
 func (w *world) set(change func(v *api.View)) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -90,15 +90,14 @@ func (d *Dashboard) explainHere(r *http.Request) (x api.Explanation, err error) 
 	x = explanation(e, parties, gateways, func(p drain.Acknowledger) string {
 		return d.nodeOf(p.Name, p.ID)
 	}, covers)
-	v := d.Coordinator.View(maxDrains, maxReports)
+	v := d.Coordinator.ViewPod(drain.UID(x.UID), maxReports)
 	d.addPods(&v.Barriers)
 	x.At, x.Replica = v.At, v.Replica.Name
-	if i := slices.IndexFunc(v.Drains.Items, func(o api.Drain) bool { return o.UID == x.UID }); i >= 0 {
-		x.Drain = &v.Drains.Items[i]
+	if len(v.Drains.Items) > 0 {
+		x.Drain = &v.Drains.Items[0]
 	}
-	i := slices.IndexFunc(v.Barriers.Items, func(o api.OpenBarrier) bool { return o.UID == x.UID })
-	if i >= 0 && x.Barrier != nil {
-		x.Barrier.Open = &v.Barriers.Items[i]
+	if len(v.Barriers.Items) > 0 && x.Barrier != nil {
+		x.Barrier.Open = &v.Barriers.Items[0]
 	}
 	return x, nil
 }

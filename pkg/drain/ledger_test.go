@@ -80,7 +80,7 @@ func targetsOf(services ...Service) []Targets {
 
 // all returns the open drains at a gate, the oldest first.
 func (w *world) all(gate Gate) (all []Status) {
-	uids, _ := w.Oldest(gate, 1000)
+	uids, _, _ := w.Oldest(gate, 1000)
 	for _, uid := range uids {
 		all = append(all, w.Status(w.now, gate, uid))
 	}

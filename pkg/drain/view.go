@@ -68,10 +68,10 @@ type View struct {
 }
 
 // View returns the drain of uid at a gate, with at most most reports. ok is false if there is none,
-// or at the barrier none that is open.
+// or at the barrier none that is open and lets hooks wait.
 func (l *Ledger) View(now time.Time, gate Gate, uid UID, most int) (v View, ok bool) {
 	d := l.at(gate, uid)
-	if d == nil || gate == AtBarrier && !d.open {
+	if d == nil || gate == AtBarrier && (!d.open || d.barrier.observe) {
 		v.Pod.UID = uid
 		return v, false
 	}
@@ -89,21 +89,25 @@ func (l *Ledger) View(now time.Time, gate Gate, uid UID, most int) (v View, ok b
 	return v, true
 }
 
-// Oldest returns the pods of the oldest open drains at a gate, at most most, and how many are open.
-func (l *Ledger) Oldest(gate Gate, most int) (oldest []UID, open int) {
+// Oldest returns the pods of the oldest open drains at a gate, at most most. Those that are
+// Released come last, because a barrier stays open until its pod is deleted. open is how many are
+// open, waiting how many of these are not Released.
+func (l *Ledger) Oldest(gate Gate, most int) (oldest []UID, open, waiting int) {
 	var all []*drain
 	l.each(func(d *drain) {
 		if d.open && d.gate == gate && !d.barrier.observe {
 			all = append(all, d)
+			waiting += number(d.phase != Released)
 		}
 	})
 	slices.SortFunc(all, func(a, b *drain) int {
-		return cmp.Or(a.since.Compare(b.since), cmp.Compare(a.pod.UID, b.pod.UID))
+		return cmp.Or(number(a.phase == Released)-number(b.phase == Released), a.since.Compare(b.since),
+			cmp.Compare(a.pod.UID, b.pod.UID))
 	})
 	for _, d := range all[:min(len(all), most)] {
 		oldest = append(oldest, d.pod.UID)
 	}
-	return oldest, len(all)
+	return oldest, len(all), waiting
 }
 
 // AgentInfo is an agent as a ledger knows it.

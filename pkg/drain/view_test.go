@@ -103,6 +103,18 @@ node hold=false barrier=true undeclared=false`
 	}
 }
 
+// A barrier that only observes lets no hook wait.
+func TestNoViewOfWhatIsObserved(t *testing.T) {
+	w := newWorld(t)
+	w.observe("node-1")
+	for name, observes := range map[string]bool{"a": false, "b": true} {
+		w.open(pod(name), "node-1", func(b *Barrier) { b.Observe = observes })
+		if _, ok := w.View(w.now, AtBarrier, pod(name).UID, 10); ok == observes {
+			t.Errorf("a barrier that observes, %t: there is a view, %t", observes, ok)
+		}
+	}
+}
+
 func TestOldest(t *testing.T) {
 	w := newWorld(t)
 	w.join("a", web)
@@ -111,10 +123,13 @@ func TestOldest(t *testing.T) {
 		w.pass(time.Second)
 	}
 	w.GatePassed(w.now, AtHold, "uid-a")
-	if got, open := w.Oldest(AtHold, 10); fmt.Sprint(got) != "[uid-c uid-b]" || open != 2 {
+	if got, open, _ := w.Oldest(AtHold, 10); fmt.Sprint(got) != "[uid-c uid-b]" || open != 2 {
 		t.Errorf("%v of %d", got, open)
 	}
-	if got, open := w.Oldest(AtHold, 1); fmt.Sprint(got) != "[uid-c]" || open != 2 {
-		t.Errorf("cut to one: %v of %d", got, open)
+	// A pod that may stop does not hide one that waits.
+	w.say("a", pod("c"), Idle)
+	w.want(pod("c"), "Released Acknowledged")
+	if got, open, waiting := w.Oldest(AtHold, 1); fmt.Sprint(got) != "[uid-b]" || open != 2 || waiting != 1 {
+		t.Errorf("cut to one: %v of %d, %d wait", got, open, waiting)
 	}
 }

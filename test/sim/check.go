@@ -768,7 +768,7 @@ func (c *coord) checkQueued() {
 
 // all returns the open drains at a gate.
 func (c *coord) all(gate drain.Gate) (open []drain.Status) {
-	uids, _ := c.ledger.Oldest(gate, math.MaxInt)
+	uids, _, _ := c.ledger.Oldest(gate, math.MaxInt)
 	for _, uid := range uids {
 		open = append(open, c.ledger.Status(c.now(), gate, uid))
 	}

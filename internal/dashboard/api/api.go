@@ -95,7 +95,8 @@ type Replica struct {
 
 // Drains are the open drains of this replica.
 type Drains struct {
-	// Open is how many there are. If they are too many to list, Items has the oldest.
+	// Open is how many there are. If they are too many to list, Items has the oldest, and Released
+	// ones only where there is room.
 	Open  int     `json:"open"`
 	Items []Drain `json:"items"`
 	// Elsewhere is how many pods are drained only on other replicas, by their last answers to this
@@ -130,9 +131,11 @@ type Drain struct {
 
 // Barriers are the open barriers of this replica.
 type Barriers struct {
-	// Open is how many pods have one. If they are too many to list, Items has the oldest.
-	Open  int           `json:"open"`
-	Items []OpenBarrier `json:"items"`
+	// Open is how many pods have one, and Waiting how many of these are not Released. Items are as
+	// in Drains.
+	Open    int           `json:"open"`
+	Waiting int           `json:"waiting"`
+	Items   []OpenBarrier `json:"items"`
 	// Hooks is how many hooks wait at this replica now: one for each container.
 	Hooks int `json:"hooks"`
 	// Missing is how many pods ask for the barrier and were created without it. MissingPods are the

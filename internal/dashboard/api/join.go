@@ -64,6 +64,16 @@ func (b OpenBarrier) Join(other OpenBarrier) OpenBarrier {
 	return b
 }
 
+// ItemsWaiting returns how many of Items are not Released.
+func (b Barriers) ItemsWaiting() (n int) {
+	for _, i := range b.Items {
+		if i.Phase != "Released" {
+			n++
+		}
+	}
+	return n
+}
+
 // sameEnd is the largest difference between the times at which two replicas record the end of the
 // same drain. A pod that was not deleted is not drained again within that time.
 const sameEnd = 30 * time.Second
@@ -110,12 +120,15 @@ func (v View) Join(others ...View) View {
 	}
 	for _, o := range others {
 		elsewhere := max(v.Barriers.Open-len(v.Barriers.Items), 0) + max(o.Barriers.Open-len(o.Barriers.Items), 0)
+		waiting := max(v.Barriers.Waiting-v.Barriers.ItemsWaiting(), 0) +
+			max(o.Barriers.Waiting-o.Barriers.ItemsWaiting(), 0)
 		v.Drains.Items = Joined(func(d Drain) string { return d.UID }, v.Drains.Items, o.Drains.Items)
 		v.Barriers.Items = Joined(func(b OpenBarrier) string { return b.UID }, v.Barriers.Items, o.Barriers.Items)
 		v.Agents.Items = Joined(func(a Agent) string { return a.ID }, v.Agents.Items, o.Agents.Items)
 		v.Outcomes = joinOutcomes(v.Outcomes, o.Outcomes)
 		v.Drains.Open = max(v.Drains.Open, o.Drains.Open, len(v.Drains.Items))
 		v.Barriers.Open = len(v.Barriers.Items) + elsewhere
+		v.Barriers.Waiting = v.Barriers.ItemsWaiting() + waiting
 		v.Barriers.Hooks += o.Barriers.Hooks
 		v.Replica.Holds = max(v.Replica.Holds, o.Replica.Holds)
 		v.Agents.Expected = max(v.Agents.Expected, o.Agents.Expected)

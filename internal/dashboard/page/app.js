@@ -70,6 +70,7 @@ function take(said) {
 // filled gives a view what a replica of the version before does not tell: a page outlives its replica, and goes on with another one.
 function filled(v) {
   v.barriers = { open: 0, items: [], hooks: 0, missing: 0, missingPods: [], ...v.barriers };
+  v.barriers.waiting ??= v.barriers.open - v.barriers.items.filter((b) => b.phase === 'Released').length;
   v.with ??= [];
   v.silent ??= [];
   v.targetHealth = { reported: false, agents: 0, untold: 0, known: 0, all: {}, services: [], ...v.targetHealth };
@@ -239,8 +240,10 @@ function owing(v) {
   return all;
 }
 
-// atBarrier is how many pods wait at the barrier: those that were released may stop.
-function atBarrier(v) { return v.barriers.open - v.barriers.items.filter((b) => b.phase === 'Released').length; }
+// unseen reports whether a pod that waits is not listed, so that it is not known whether it is late.
+function unseen(v) {
+  return v.drains.open > v.drains.items.length || v.barriers.waiting > v.barriers.items.filter((b) => b.phase !== 'Released').length;
+}
 
 // say fills a line with texts, elements and what ticks, if it is another than before.
 function say(id, sign, ...parts) {
@@ -302,12 +305,12 @@ function drawVerdict(v) {
     kind = 'warn';
     text = [plural(v.barriers.missing, 'pod asks', 'pods ask') + ' for the barrier and ' + (v.barriers.missing > 1 ? 'were' : 'was') + ' created without it: ' + v.barriers.missingPods.slice(0, 3).join(', ') + (v.barriers.missing > 3 ? ' and more' : '') + '.'];
     todo = ['Restart what they belong to (runbook: LameduckBarrierMissing).'];
-  } else if (v.drains.open || atBarrier(v)) {
+  } else if (v.drains.open || v.barriers.waiting) {
     kind = 'calm';
     const parts = [];
     if (v.drains.open) parts.push(plural(v.drains.open, 'pod is', 'pods are') + ' draining');
-    if (atBarrier(v)) parts.push(plural(atBarrier(v), 'pod waits', 'pods wait') + ' to stop');
-    text = [parts.join(', ') + ', no gateway is late.'];
+    if (v.barriers.waiting) parts.push(plural(v.barriers.waiting, 'pod waits', 'pods wait') + ' to stop');
+    text = [parts.join(', ') + (unseen(v) ? '. None of those that are listed is late.' : ', no gateway is late.')];
   } else if (!v.agents.expected && !v.agents.items.some((a) => a.connected)) {
     kind = 'warn';
     text = ['No agent is ' + (v.agents.known ? 'left' : 'known') + ': deletions continue as without Lameduck.'];
@@ -394,7 +397,7 @@ function drawTiles(v) {
   set('tile-drains', v.drains.open);
   set('tile-drains-note', v.drains.elsewhere ? 'and ' + v.drains.elsewhere + ' through other replicas' : v.replica.holds ? plural(v.replica.holds, 'call held', 'calls held') : '');
   $('tile-drains').closest('.tile').classList.toggle('notice', v.drains.open > 0);
-  const waits = atBarrier(v);
+  const waits = v.barriers.waiting;
   set('tile-barriers', waits);
   set('tile-barriers-note', v.barriers.open > waits ? v.barriers.open - waits + ' may stop' : '');
   $('tile-barriers').closest('.tile').classList.toggle('notice', waits > 0);
@@ -466,7 +469,7 @@ function drawDrains(v) {
   });
   $('drains-empty').hidden = items.length > 0;
   const notes = [];
-  if (v.drains.open > v.drains.items.length) notes.push('The oldest ' + v.drains.items.length + ' of ' + v.drains.open + '.');
+  if (v.drains.open > v.drains.items.length) notes.push('The oldest ' + v.drains.items.length + ' of ' + v.drains.open + ', those that wait before those that may go.');
   if (v.drains.elsewhere) notes.push(plural(v.drains.elsewhere, 'pod is', 'pods are') + ' drained through replicas that have not answered: kubectl lameduck drains asks them, too.');
   set('drains-note', notes.join(' '));
   $('drains-note').hidden = notes.length === 0;
@@ -498,7 +501,7 @@ function drawBarriers(v) {
     ];
   });
   $('barriers-empty').hidden = items.length > 0;
-  const note = v.barriers.open > v.barriers.items.length ? 'The oldest ' + v.barriers.items.length + ' of ' + v.barriers.open + '.' : '';
+  const note = v.barriers.open > v.barriers.items.length ? 'The oldest ' + v.barriers.items.length + ' of ' + v.barriers.open + ', those that wait before those that may stop.' : '';
   set('barriers-note', note);
   $('barriers-note').hidden = !note;
 }
@@ -680,7 +683,7 @@ function announce(v) {
   const bad = v.outcomes.filter((o) => o.abnormal);
   const newest = bad.length ? bad[0].uid + bad[0].at : '';
   if (told.bad === null) told.bad = newest;
-  const waits = atBarrier(v);
+  const waits = v.barriers.waiting;
   const open = v.targetHealth.services.filter((s) => s.failingOpen).map((s) => s.namespace + '/' + s.name).join(', ');
   const late = owing(v).find((o) => o.late)?.w.agent ?? '', away = v.agents.missing + v.agents.suspended;
   if (v.drains.open === told.drains && waits === told.barriers && newest === told.bad && open === told.open && late === told.late && away === told.away) return;

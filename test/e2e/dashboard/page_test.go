@@ -57,6 +57,15 @@ func (m *made) View(int, int) api.View {
 	return v
 }
 
+func (m *made) ViewPod(uid drain.UID, _ int) api.View {
+	v := m.View(0, 0)
+	v.Drains.Items = slices.DeleteFunc(slices.Clone(v.Drains.Items), func(d api.Drain) bool {
+		return d.UID != string(uid)
+	})
+	v.Barriers.Items = slices.DeleteFunc(v.Barriers.Items, func(b api.OpenBarrier) bool { return b.UID != string(uid) })
+	return v
+}
+
 func (m *made) Report() api.Report {
 	return api.Report{Namespaces: []api.NamespaceReport{{Namespace: "shop", Deletions: 312, InFlight: 41, Unmeasured: 2,
 		WaitSeconds: []float64{1.9, .045, .01}}}}
@@ -189,7 +198,7 @@ func busy() *made {
 		}
 		v.Outcomes = append(v.Outcomes, o)
 	}
-	v.Barriers.Open, v.Barriers.Hooks = 2, 1
+	v.Barriers.Open, v.Barriers.Waiting, v.Barriers.Hooks = 2, 1, 1
 	v.Barriers.Items = []api.OpenBarrier{
 		{Namespace: "shop", Pod: "cart-75c8d9f7b-tt2xz", UID: uid(41), Phase: "Unrouting", Reason: "None",
 			PhaseSince: ago(4 * time.Second), Since: ago(4 * time.Second), Deadline: now.Add(26 * time.Second), Owed: 3,
@@ -472,6 +481,10 @@ func TestTheVerdictHidesNothing(t *testing.T) {
 		{"4 pods ask for the barrier and were created without it: shop/a, shop/b, shop/c and more", func(v *api.View) {
 			v.Barriers.Missing, v.Barriers.MissingPods = 4, []string{"shop/a", "shop/b", "shop/c", "shop/d"}
 		}},
+		{"300 pods are draining. None of those that are listed is late.", func(v *api.View) { v.Drains.Open = 300 }},
+		{"2 pods wait to stop. None of those that are listed is late.", func(v *api.View) {
+			v.Barriers.Open, v.Barriers.Waiting = 3, 2
+		}},
 		{"all is well, but for 1 target that is unhealthy: 1 gateway", func(v *api.View) {
 			v.TargetHealth.Reported, v.TargetHealth.All.Unhealthy = true, 1
 		}},
@@ -480,6 +493,7 @@ func TestTheVerdictHidesNothing(t *testing.T) {
 			v.Agents.Expected, v.Agents.Known, v.Agents.Missing = 1, 1, 0
 			v.Agents.Items, v.Silent = []api.Agent{connected}, nil
 			v.Barriers.Missing, v.Barriers.MissingPods = 0, []string{}
+			v.Drains.Open, v.Barriers.Open, v.Barriers.Waiting = 0, 0, 0
 			step.set(v)
 		})
 		b.await("#verdict", step.want)
