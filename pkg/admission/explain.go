@@ -55,7 +55,8 @@ func (c *Cluster) Explain(ctx context.Context, now time.Time, operation Operatio
 	if e.Targets == nil {
 		e.Targets = Targets(c.Slices, c.Slices.Pod(now, s.pod.Namespace, s.drainPod().UID))
 	}
-	if e.Verdict.Action == Drain {
+	// A pod that is being drained and not queued has its capacity already.
+	if own := c.Ledger.Pod(s.drainPod().UID); e.Verdict.Action == Drain && (!own.Draining || own.Queued) {
 		if is := c.fullService(s); is.service != "" && is.draining >= max(1, is.usable/2) {
 			e.Full = is.String()
 		}

@@ -9,6 +9,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/lameduck-io/lameduck/internal/keys"
+	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
@@ -42,6 +43,12 @@ func TestExplain(t *testing.T) {
 		}, Drain, Draining, false},
 		"another drains": {Delete, func(w *world) { w.ledger.draining["uid-b"] = time.Now() }, Drain, Draining,
 			true},
+		"it drains itself": {Delete, func(w *world) { w.ledger.draining["uid-a"] = time.Now() }, Drain, Draining,
+			false},
+		"it waits for another": {Delete, func(w *world) {
+			w.ledger.draining["uid-a"], w.ledger.draining["uid-b"] = time.Now(), time.Now()
+			w.ledger.queued = map[drain.UID]bool{"uid-a": true}
+		}, Drain, Draining, true},
 		"it is the last": {Delete, func(w *world) { w.slices.usable[webService] = []health.UID{"uid-a"} }, Allow,
 			LastTarget, false},
 		"its mode is off":      {Delete, func(w *world) { w.a.Labels[keys.Mode] = keys.Off }, Allow, ModeOff, false},
