@@ -220,6 +220,20 @@ func served(t *testing.T, name string, handler http.HandlerFunc) *replica {
 		close: transport.CloseIdleConnections}
 }
 
+// A connection can be refused by the kubelet, and by the pod.
+func TestFault(t *testing.T) {
+	for text, want := range map[string]string{
+		"error dialing backend: dial tcp 10.0.0.7:10250: connect: connection refused": "does not reach the kubelet",
+		`failed to connect to localhost:9445 inside namespace "x", IPv4: dial tcp4 127.0.0.1:9445: connect: ` +
+			"connection refused": "serves nothing on its loopback address",
+		`User "jane" cannot create resource "pods/portforward": forbidden`: "you may not forward ports",
+	} {
+		if err := (&replica{name: "one"}).fault(errors.New(text)); !strings.Contains(err.Error(), want) {
+			t.Errorf("%v, want %q", err, want)
+		}
+	}
+}
+
 // One of three that answers is enough, and those that do not are named, without waiting longer than
 // was said.
 func TestAskGoesOnWithoutTheSilent(t *testing.T) {

@@ -257,15 +257,15 @@ func (r *replica) get(ctx context.Context, path string, into any) error {
 func (r *replica) fault(err error) error {
 	text := err.Error()
 	switch {
-	case strings.Contains(text, "connection refused"):
-		return fmt.Errorf("coordinator %s serves nothing on its loopback address: its --dashboard-address is "+
-			"another (--lameduck-port), or it is older than this: %w", r.name, err)
 	case apierrors.IsForbidden(err) || strings.Contains(text, "forbidden"):
 		return fmt.Errorf("you may not forward ports to the coordinators' pods (create and get pods/portforward): %w",
 			err)
 	case strings.Contains(text, "error dialing backend"), strings.Contains(text, "proxy error"):
 		return fmt.Errorf("coordinator %s runs, and the API server does not reach the kubelet of its node (port "+
 			"10250): %w", r.name, err)
+	case strings.Contains(text, "connection refused"):
+		return fmt.Errorf("coordinator %s serves nothing on its loopback address: its --dashboard-address is "+
+			"another (--lameduck-port), or it is older than this: %w", r.name, err)
 	case errors.Is(err, context.DeadlineExceeded):
 		return fmt.Errorf("coordinator %s did not answer in time (--timeout): it is overloaded or stuck, or its node "+
 			"is away: %w", r.name, err)
