@@ -302,6 +302,39 @@ func TestDrainsThatAreNotListed(t *testing.T) {
 	}
 }
 
+// A coordinator lists only some of what it knows. status does not take the rest for nothing, nor an
+// agent that is not listed for one that is not connected.
+func TestStatusOfWhatIsNotListed(t *testing.T) {
+	agents := func(known int, all ...string) api.Agents {
+		of := api.Agents{Known: known}
+		for _, id := range all {
+			of.Items = append(of.Items, api.Agent{ID: id, Name: "edge/" + id, State: "connected", Connected: true})
+		}
+		return of
+	}
+	w := merge([]answer[api.View]{
+		{replica: &replica{name: "one"}, said: api.View{Agents: agents(3, "a", "b"),
+			Drains:   api.Drains{Open: 300},
+			Barriers: api.Barriers{Open: 150, Waiting: 40, Items: []api.OpenBarrier{{UID: "x", Phase: "Released"}}}}},
+		{replica: &replica{name: "two"}, said: api.View{Agents: agents(3, "b")}},
+		{replica: &replica{name: "three"}, said: api.View{Agents: agents(1, "a")}},
+		{replica: &replica{name: "silent"}, err: errors.New("it does not answer")},
+	})
+	var out strings.Builder
+	writeStatus(w, false, &out)
+	text := strings.Join(strings.Fields(out.String()), " ")
+	for _, want := range []string{"edge/a - connected 2/2 ", "edge/b - connected 2/3 ", "and 1 more agents",
+		"and 300 more drains: coordinators list the oldest of all namespaces",
+		"Pods at the barrier: 150. Waiting to stop: 40. ", "and 149 more"} {
+		if !strings.Contains(text, want) {
+			t.Errorf("no %q in\n%s", want, &out)
+		}
+	}
+	if strings.Contains(text, "Nothing is draining") {
+		t.Errorf("it hides drains:\n%s", &out)
+	}
+}
+
 // Coordinators do not know whether the API server asks them.
 func TestExplainWhereNobodyIsAsked(t *testing.T) {
 	configured := func(selectors ...*metav1.LabelSelector) *admissionv1.ValidatingWebhookConfiguration {
@@ -457,7 +490,7 @@ func TestVersions(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := versionList{kind("VersionList"), []component{{"kubectl-lameduck", "dev, commit unknown", 1},
-		{"coordinator", "v1", 2}, {"agent", "v1", 2}, {"agent", "v2", 1}}, 3}
+		{"coordinator", "v1", 2}, {"agent", "v1", 2}, {"agent", "v2", 1}}, 1}
 	if diff := cmp.Diff(want, versionsOf(views)); diff != "" {
 		t.Error(diff)
 	}
@@ -498,8 +531,8 @@ func TestStatusTellsOfBarriersAndHealth(t *testing.T) {
 	writeStatus(w, false, &out)
 	text := strings.Join(strings.Fields(out.String()), " ")
 	for _, want := range []string{
-		"Waiting to stop, at the barrier: NAMESPACE POD PHASE AGE HOOK WAITS-FOR shop web-1 Unrouting 3.0s exec " +
-			"lameduck-node/b (routing), and a stated wait of 25s",
+		"Pods at the barrier: 1. Waiting to stop: 1. NAMESPACE POD PHASE AGE HOOK WAITS-FOR shop web-1 Unrouting " +
+			"3.0s exec lameduck-node/b (routing), and a stated wait of 25s",
 		"Pods that ask for the barrier and were created without it: shop/a, shop/b, shop/c and 22 more. They stop " +
 			"without waiting until they are created again.",
 		"shop api fails-open (1/3) 2/5 shop/web-9 (timeout), 10.0.0.1:80", "shop web unhealthy (1/3) 2/4",

@@ -18,13 +18,20 @@ type whole struct {
 	Coordinators    []coordinator `json:"coordinators"`
 	Drains          []oneDrain    `json:"drains"`
 	Agents          []oneAgent    `json:"agents"`
+	// MoreDrains and MoreAgents are how many further ones coordinators know and do not list, of all
+	// namespaces.
+	MoreDrains int `json:"moreDrains"`
+	MoreAgents int `json:"moreAgents"`
 	// Outcomes are sorted by time, the newest first.
 	Outcomes []oneOutcome `json:"outcomes"`
 	// Propagation has the values of each coordinator separately, because quantiles cannot be
 	// merged.
 	Propagation []onePropagation `json:"propagation"`
-	// Barriers are the pods that wait for SIGTERM at the barrier, the oldest first.
-	Barriers []api.OpenBarrier `json:"barriers"`
+	// Barriers are the pods at the barrier, the oldest first. BarriersOpen is how many there are,
+	// BarriersWaiting how many of these wait for SIGTERM. Coordinators may list fewer.
+	Barriers        []api.OpenBarrier `json:"barriers"`
+	BarriersOpen    int               `json:"barriersOpen"`
+	BarriersWaiting int               `json:"barriersWaiting"`
 	// BarrierMissing is how many pods ask for the barrier and were created without it,
 	// BarrierMissingPods the first of them.
 	BarrierMissing     int      `json:"barrierMissing"`
@@ -68,8 +75,10 @@ type oneDrain struct {
 // reports.
 type oneAgent struct {
 	api.Agent
-	// ConnectedTo are the names of the coordinators that the agent is connected to.
+	// ConnectedTo are the names of the coordinators that the agent is connected to. Whether it is
+	// connected to those in UnlistedBy is not known: they know more agents than they list.
 	ConnectedTo []string `json:"connectedTo"`
+	UnlistedBy  []string `json:"unlistedBy,omitempty"`
 }
 
 type oneOutcome struct {
@@ -84,8 +93,9 @@ type onePropagation struct {
 
 func merge(answers []answer[api.View]) whole {
 	w := whole{TypeMeta: kind("Status"), Coordinators: []coordinator{}, Outcomes: []oneOutcome{},
-		Propagation: []onePropagation{}, Barriers: []api.OpenBarrier{}, BarrierMissingPods: []string{},
+		Propagation: []onePropagation{}, BarrierMissingPods: []string{},
 		TargetHealth: api.TargetHealth{Services: []api.ServiceHealth{}}}
+	barriers := api.Barriers{Items: []api.OpenBarrier{}}
 	var drains []oneDrain
 	var agents []oneAgent
 	for _, a := range answers {
@@ -99,6 +109,8 @@ func merge(answers []answer[api.View]) whole {
 		c.Started, c.Stopping, c.Holds = v.Replica.Started, v.Replica.Stopping, v.Replica.Holds
 		c.Drains, c.Expected, c.Connected = v.Drains.Open, v.Agents.Expected, v.Agents.Expected-v.Agents.Missing
 		w.Coordinators = append(w.Coordinators, c)
+		w.MoreDrains = max(w.MoreDrains, v.Drains.Open-len(v.Drains.Items))
+		w.MoreAgents = max(w.MoreAgents, v.Agents.Known)
 		for _, d := range v.Drains.Items {
 			drains = append(drains,
 				oneDrain{d, []string{c.Name}, v.At.Sub(d.Since).Seconds(), d.Deadline.Sub(v.At).Seconds()})
@@ -113,7 +125,7 @@ func merge(answers []answer[api.View]) whole {
 		for _, o := range v.Outcomes {
 			w.Outcomes = append(w.Outcomes, oneOutcome{o, c.Name})
 		}
-		w.Barriers = api.Joined(func(b api.OpenBarrier) string { return b.UID }, w.Barriers, v.Barriers.Items)
+		barriers = barriers.Join(v.Barriers)
 		if v.Barriers.Missing > w.BarrierMissing {
 			w.BarrierMissing, w.BarrierMissingPods = v.Barriers.Missing, v.Barriers.MissingPods
 		}
@@ -126,6 +138,17 @@ func merge(answers []answer[api.View]) whole {
 	}
 	w.Drains = api.Joined(func(d oneDrain) string { return d.UID }, drains)
 	w.Agents = api.Joined(func(g oneAgent) string { return g.ID }, agents)
+	w.MoreAgents = max(0, w.MoreAgents-len(w.Agents))
+	for _, a := range answers {
+		if of := a.said.Agents; a.err == nil && of.Known > len(of.Items) {
+			for i, g := range w.Agents {
+				if !slices.ContainsFunc(of.Items, func(is api.Agent) bool { return is.ID == g.ID }) {
+					w.Agents[i].UnlistedBy = append(g.UnlistedBy, a.replica.name)
+				}
+			}
+		}
+	}
+	w.Barriers, w.BarriersOpen, w.BarriersWaiting = barriers.Items, barriers.Open, barriers.Waiting
 	slices.SortFunc(w.Drains, func(a, b oneDrain) int {
 		return cmp.Or(-cmp.Compare(a.AgeSeconds, b.AgeSeconds), cmp.Compare(a.UID, b.UID))
 	})
@@ -149,7 +172,7 @@ func (d oneDrain) Join(other oneDrain) oneDrain {
 
 // Join merges the agent with the same agent as another coordinator sees it.
 func (g oneAgent) Join(other oneAgent) oneAgent {
-	return oneAgent{g.Agent.Join(other.Agent), append(g.ConnectedTo, other.ConnectedTo...)}
+	return oneAgent{g.Agent.Join(other.Agent), append(g.ConnectedTo, other.ConnectedTo...), nil}
 }
 
 func in(drains []oneDrain, namespace string) []oneDrain {

@@ -148,7 +148,8 @@ func writeStatus(w whole, wide bool, out io.Writer) {
 		case g.Declared:
 			services = count(g.Services)
 		}
-		row := []string{g.Name, g.Gateway, g.State, fmt.Sprintf("%d/%d", len(g.ConnectedTo), answered), services, last}
+		connected := fmt.Sprintf("%d/%d", len(g.ConnectedTo), answered-len(g.UnlistedBy))
+		row := []string{g.Name, g.Gateway, g.State, connected, services, last}
 		if wide {
 			row = append(row, g.GatewayMode, g.Node, g.Label, strings.Join(g.Features, ","), g.ID)
 		}
@@ -159,14 +160,17 @@ func writeStatus(w whole, wide bool, out io.Writer) {
 	} else {
 		table(out, head, rows)
 	}
+	writeMore(w.MoreAgents, " agents", out)
 	fmt.Fprintln(out)
-	if len(w.Drains) == 0 {
-		fmt.Fprintln(out, "Nothing is draining.")
-	} else {
+	switch {
+	case len(w.Drains) > 0:
 		writeDrains(w.Drains, wide, out)
+	case w.MoreDrains == 0:
+		fmt.Fprintln(out, "Nothing is draining.")
 	}
+	writeMore(w.MoreDrains, " drains: coordinators list the oldest of all namespaces", out)
 
-	writeBarriers(w.Barriers, now, out)
+	writeBarriers(w, now, out)
 	if named := w.BarrierMissingPods; w.BarrierMissing > 0 {
 		if !wide {
 			named = named[:min(len(named), missingShown)]
@@ -200,10 +204,17 @@ func writeStatus(w whole, wide bool, out io.Writer) {
 	table(out, "AGO POD REASON WAITED WHY", rows)
 }
 
-// writeBarriers prints the pods that wait for permission to stop, if there are any.
-func writeBarriers(all []api.OpenBarrier, now time.Time, out io.Writer) {
+// writeMore prints how many more there are than a list has, if there are any.
+func writeMore(more int, what string, out io.Writer) {
+	if more > 0 {
+		fmt.Fprintf(out, "and %d more%s\n", more, what)
+	}
+}
+
+// writeBarriers prints the pods at the barrier, if there are any.
+func writeBarriers(w whole, now time.Time, out io.Writer) {
 	var rows [][]string
-	for _, b := range all {
+	for _, b := range w.Barriers {
 		d := oneDrain{Drain: api.Drain{Phase: b.Phase, Reason: b.Reason, Reports: b.Reports, Waiting: b.Waiting}}
 		waits := d.waitsFor(2)
 		if b.Phase != "Released" && b.StatedUntil.After(now) {
@@ -212,8 +223,9 @@ func writeBarriers(all []api.OpenBarrier, now time.Time, out io.Writer) {
 		rows = append(rows, []string{b.Namespace, b.Pod, b.Phase, seconds(now.Sub(b.Since).Seconds()), b.Hook, waits})
 	}
 	if len(rows) > 0 {
-		fmt.Fprintln(out, "\nWaiting to stop, at the barrier:")
+		fmt.Fprintf(out, "\nPods at the barrier: %d. Waiting to stop: %d.\n", w.BarriersOpen, w.BarriersWaiting)
 		table(out, "NAMESPACE POD PHASE AGE HOOK WAITS-FOR", rows)
+		writeMore(w.BarriersOpen-len(rows), "", out)
 	}
 }
 
@@ -288,9 +300,7 @@ func writeCoverage(c *api.Coverage, wide bool, out io.Writer) {
 	if len(rows) > 0 {
 		table(out, "SERVICE ROUTED-BY NOT-WAITED-FOR-BECAUSE", rows)
 	}
-	if more := c.Uncovered - len(rows); more > 0 {
-		fmt.Fprintf(out, "and %d more\n", more)
-	}
+	writeMore(c.Uncovered-len(rows), "", out)
 }
 
 func milliseconds(s float64) string {
@@ -313,19 +323,18 @@ func drains(ctx context.Context, o options, all replicas, out, stderr io.Writer)
 	if err != nil {
 		return err
 	}
-	list, more := in(merge(answers).Drains, o.namespace), 0
-	for _, a := range answers {
-		more = max(more, a.said.Drains.Open-len(a.said.Drains.Items))
-	}
+	w := merge(answers)
+	list := in(w.Drains, o.namespace)
 	complain(answers, stderr)
-	if more > 0 {
-		fmt.Fprintf(stderr, "warning: %d more drains are open: coordinators list the oldest of all namespaces\n", more)
+	if w.MoreDrains > 0 {
+		fmt.Fprintf(stderr, "warning: %d more drains are open: coordinators list the oldest of all namespaces\n",
+			w.MoreDrains)
 	}
 	if done, err := encode(o, drainList{kind("DrainList"), list}, out); done {
 		return err
 	}
 	if len(list) == 0 {
-		if more == 0 {
+		if w.MoreDrains == 0 {
 			fmt.Fprintln(stderr, "Nothing is draining.")
 		}
 		return nil

@@ -78,10 +78,11 @@ func versionsOf(views []answer[api.View]) versionList {
 	for _, a := range views {
 		if a.err == nil {
 			add("coordinator", a.said.Replica.Version)
-			is.Unlisted = max(is.Unlisted, a.said.Agents.Known-len(a.said.Agents.Items))
 		}
 	}
-	for _, a := range merge(views).Agents {
+	w := merge(views)
+	is.Unlisted = w.MoreAgents
+	for _, a := range w.Agents {
 		if len(a.ConnectedTo) > 0 {
 			add("agent", a.Version)
 		}

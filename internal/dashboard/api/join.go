@@ -74,6 +74,16 @@ func (b Barriers) ItemsWaiting() (n int) {
 	return n
 }
 
+// Join merges the barriers of another replica into b. What one replica does not list is taken for
+// other barriers than the other's, because most pods have one on one replica alone.
+func (b Barriers) Join(o Barriers) Barriers {
+	open := max(b.Open-len(b.Items), 0) + max(o.Open-len(o.Items), 0)
+	waiting := max(b.Waiting-b.ItemsWaiting(), 0) + max(o.Waiting-o.ItemsWaiting(), 0)
+	b.Items = Joined(func(b OpenBarrier) string { return b.UID }, b.Items, o.Items)
+	b.Open, b.Waiting, b.Hooks = open+len(b.Items), waiting+b.ItemsWaiting(), b.Hooks+o.Hooks
+	return b
+}
+
 // sameEnd is the largest difference between the times at which two replicas record the end of the
 // same drain. A pod that was not deleted is not drained again within that time.
 const sameEnd = 30 * time.Second
@@ -119,17 +129,11 @@ func (v View) Join(others ...View) View {
 		return v
 	}
 	for _, o := range others {
-		elsewhere := max(v.Barriers.Open-len(v.Barriers.Items), 0) + max(o.Barriers.Open-len(o.Barriers.Items), 0)
-		waiting := max(v.Barriers.Waiting-v.Barriers.ItemsWaiting(), 0) +
-			max(o.Barriers.Waiting-o.Barriers.ItemsWaiting(), 0)
 		v.Drains.Items = Joined(func(d Drain) string { return d.UID }, v.Drains.Items, o.Drains.Items)
-		v.Barriers.Items = Joined(func(b OpenBarrier) string { return b.UID }, v.Barriers.Items, o.Barriers.Items)
+		v.Barriers = v.Barriers.Join(o.Barriers)
 		v.Agents.Items = Joined(func(a Agent) string { return a.ID }, v.Agents.Items, o.Agents.Items)
 		v.Outcomes = joinOutcomes(v.Outcomes, o.Outcomes)
 		v.Drains.Open = max(v.Drains.Open, o.Drains.Open, len(v.Drains.Items))
-		v.Barriers.Open = len(v.Barriers.Items) + elsewhere
-		v.Barriers.Waiting = v.Barriers.ItemsWaiting() + waiting
-		v.Barriers.Hooks += o.Barriers.Hooks
 		v.Replica.Holds = max(v.Replica.Holds, o.Replica.Holds)
 		v.Agents.Expected = max(v.Agents.Expected, o.Agents.Expected)
 		v.Agents.Known = max(v.Agents.Known, o.Agents.Known)
