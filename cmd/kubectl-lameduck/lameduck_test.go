@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -385,6 +386,34 @@ func TestExplainWhereNobodyIsAsked(t *testing.T) {
 	})
 	if got := unasked(t.Context(), options{timeout: time.Minute, namespace: "shop"}, forbidden); got != "" {
 		t.Errorf("without the right to read: %q", got)
+	}
+}
+
+// A coordinator that does not answer is named with every kind of output.
+func TestSilentCoordinatorsWithJSON(t *testing.T) {
+	all := replicas{
+		served(t, "good", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("{}")) }),
+		served(t, "broken", func(w http.ResponseWriter, _ *http.Request) {
+			http.Error(w, `{"error":"it is ill"}`, http.StatusInternalServerError)
+		}),
+	}
+	o := options{timeout: 20 * time.Second, namespace: "shop", pod: "web", output: "json"}
+	for name, c := range map[string]struct {
+		run  func(out, stderr io.Writer) error
+		want string
+	}{
+		"explain": {func(out, stderr io.Writer) error {
+			return explain(t.Context(), o, fake.NewClientset(), all, out, stderr)
+		}, `"silent": [` + "\n    " + `"broken"`},
+		"report": {func(out, stderr io.Writer) error { return report(t.Context(), o, all, out, stderr) }, "Report"},
+	} {
+		var out, errs bytes.Buffer
+		if err := c.run(&out, &errs); err != nil {
+			t.Fatal(err)
+		}
+		if errs.String() != "warning: coordinator broken: it is ill\n" || !strings.Contains(out.String(), c.want) {
+			t.Errorf("%s: %q, %s", name, &errs, &out)
+		}
 	}
 }
 

@@ -37,10 +37,10 @@ func report(ctx context.Context, o options, from replicas, out, stderr io.Writer
 	is := observed{kind("Report"), all.Since, slices.DeleteFunc(all.Namespaces, func(r api.NamespaceReport) bool {
 		return o.namespace != "" && o.namespace != r.Namespace
 	})}
+	complain(answers, stderr)
 	if done, err := encode(o, is, out); done {
 		return err
 	}
-	complain(answers, stderr)
 	if len(is.Items) == 0 {
 		fmt.Fprintf(out, "Nothing was measured since %s: no pod in mode observe was deleted that a Service lists.\n",
 			is.Since.UTC().Format(time.RFC3339))

@@ -407,16 +407,20 @@ func explain(ctx context.Context, o options, kube kubernetes.Interface, all repl
 		return err
 	}
 	var said []api.Explanation
+	var silent []string
 	for _, a := range answers {
 		if a.err == nil {
 			said = append(said, a.said)
+		} else {
+			silent = append(silent, a.replica.name)
 		}
 	}
 	x := explained{kind("Explanation"), said[0].Join(said[1:]...), unasked(ctx, o, kube)}
+	x.Silent = silent
+	complain(answers, stderr)
 	if done, err := encode(o, x, out); done {
 		return err
 	}
-	complain(answers, stderr)
 	writeExplanation(x, out)
 	return nil
 }

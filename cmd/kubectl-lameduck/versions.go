@@ -41,11 +41,11 @@ func versions(ctx context.Context, o options, kube kubernetes.Interface, out, st
 		views, err = ask[api.View](ctx, o, all, api.ViewPath)
 	}
 	is := versionsOf(views)
-	if done, bad := encode(o, is, out); bad != nil || done {
-		return cmp.Or(bad, err)
-	}
 	if err == nil {
 		complain(views, stderr)
+	}
+	if done, bad := encode(o, is, out); bad != nil || done {
+		return cmp.Or(bad, err)
 	}
 	var rows [][]string
 	differ := false

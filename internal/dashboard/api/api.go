@@ -424,8 +424,8 @@ type Explanation struct {
 	// Drain is the pod's drain, if one is open on this replica.
 	Drain *Drain `json:"drain,omitempty"`
 	// Differs has the name and the summary of each replica whose answer or reason is another one.
-	// Silent are the names of the replicas that have not explained. Both are set only with
-	// replicas=all.
+	// Silent are the names of the replicas that have not explained. Both are set only where several
+	// were asked.
 	Differs []string `json:"differs"`
 	Silent  []string `json:"silent,omitempty"`
 }
