@@ -169,13 +169,16 @@ function clock(at) {
 
 function chip(kind, text, title) { return el('span', { class: 'chip ' + kind, title }, text); }
 
-// rows draws a table's rows, each by its key; one whose item is as before is left alone.
+// rows draws a table's rows, each by its key; one whose item is as before is left alone. Of items with the same key it draws the first.
 function rows(table, items, key, cells) {
   const body = table.tBodies[0];
   const had = new Map([...body.rows].map((row) => [row.dataset.key, row]));
+  const keys = new Set();
   let at = body.firstElementChild;
   for (const item of items) {
     const k = key(item), sign = JSON.stringify(item);
+    if (keys.has(k)) continue;
+    keys.add(k);
     let row = had.get(k);
     had.delete(k);
     if (!row) row = el('tr', { role: 'row', 'data-key': k });
@@ -717,7 +720,7 @@ async function cover() {
       : 'Everything that is known to route the ' + plural(c.services, 'Service', 'Services') + ' with pods is waited for, or may not route them at all.');
     if (c.uncovered > c.items.length) $('coverage-note').append(' The first ' + c.items.length + ' of ' + c.uncovered + '.');
     if (c.error) $('coverage-note').append(' Not all could be read: ' + c.error);
-    rows($('coverage-table'), namespace ? c.items.filter((i) => i.service.startsWith(namespace + '/')) : c.items, (i) => i.service + i.name, (i) => [head(i.service), cell('Routed by', '', i.name), cell('Why it is not waited for', '', i.why)]);
+    rows($('coverage-table'), namespace ? c.items.filter((i) => i.service.startsWith(namespace + '/')) : c.items, (i) => [i.service, i.name, i.why].join('\n'), (i) => [head(i.service), cell('Routed by', '', i.name), cell('Why it is not waited for', '', i.why)]);
     $('coverage').hidden = false;
   } catch (e) {
     // It is asked again.
@@ -750,17 +753,22 @@ async function showObserved() {
 
 // --- what if
 
+let questions = 0; // only the answer to the last one is shown
 $('explain-form').addEventListener('submit', async (e) => {
   e.preventDefault();
   const result = $('explain-result');
-  const path = ['explain-namespace', 'explain-pod'].map((id) => encodeURIComponent($(id).value.trim())).join('/');
+  const pod = ['explain-namespace', 'explain-pod'].map((id) => $(id).value.trim());
+  const path = pod.map(encodeURIComponent).join('/'), question = ++questions;
+  let parts;
+  result.replaceChildren();
   try {
-    const response = await fetch('v1/explain/' + path + '?replicas=all&operation=' + $('explain-operation').value, { headers: authorization(), cache: 'no-store' });
+    const response = await fetch('v1/explain/' + path + '?replicas=all&operation=' + $('explain-operation').value, { headers: authorization(), signal: AbortSignal.timeout(silence), cache: 'no-store' });
     if (!response.ok) throw new Error(await failure(response));
-    result.replaceChildren(...explained(await response.json()));
+    parts = explained(await response.json());
   } catch (error) {
-    result.replaceChildren(el('p', { class: 'error' }, error.message));
+    parts = [el('p', { class: 'error' }, pod.join('/') + ': ' + error.message)];
   }
+  if (question === questions) result.replaceChildren(...parts);
 });
 
 // explain asks about a pod that is named on the page.
@@ -789,7 +797,7 @@ $('namespace').addEventListener('change', () => {
 
 function explained(x) {
   const kind = { drain: 'calm', allow: '', deny: 'warn' }[x.answer] || '';
-  const parts = [el('p', { class: 'answer' }, chip(kind, x.reason), ' ', x.summary)];
+  const parts = [el('p', { class: 'answer' }, el('strong', null, x.namespace + '/' + x.pod), ' ', chip(kind, x.reason), ' ', x.summary)];
   for (const text of x.differs || []) parts.push(el('p', { class: 'note' }, 'Another answer: ' + text));
   if (x.silent) parts.push(el('p', { class: 'note' }, 'Not explained by ' + x.silent.join(' and ') + '.'));
   const list = (title, items) => {

@@ -619,14 +619,17 @@ func covers(_ context.Context, service drain.Service, _ bool) (coverage.Service,
 	return coverage.Service{Name: service, Known: true, Consumers: []coverage.Consumer{proxy}}, nil
 }
 
-// gaps says that an Ingress is not waited for.
+// gaps says that an Ingress is not waited for, for two reasons, and one of them twice.
 func gaps(context.Context) (coverage.Summary, error) {
+	gap := func(why string) coverage.Consumer {
+		return coverage.Consumer{Service: drain.Service{Namespace: "shop", Name: "web"}, Name: "Ingress shop/front",
+			Kind: "Ingress", State: coverage.Uncovered, Why: why}
+	}
 	return coverage.Summary{
 		Services: map[coverage.Class]int{
 			{State: coverage.Acknowledges, Gates: "both"}: 6, {State: coverage.Uncovered, Gates: "none"}: 1},
-		Gaps: []coverage.Consumer{{
-			Service: drain.Service{Namespace: "shop", Name: "web"}, Name: "Ingress shop/front",
-			Kind: "Ingress", State: coverage.Uncovered, Why: "no gateway of its class \"nginx\" is declared"}}}, nil
+		Gaps: []coverage.Consumer{gap("no gateway of its class \"nginx\" is declared"), gap("it is new"),
+			gap("it is new")}}, nil
 }
 
 func TestThePageExplains(t *testing.T) {
@@ -641,13 +644,16 @@ func TestThePageExplains(t *testing.T) {
 	}
 	ask("web-7d9c5b6f4-x2x8q")
 	b.await("#explain-result", "It would be deleted when 1 gateway that routes to it has acknowledged.")
-	for _, text := range []string{"edge/haproxy-0", "at the hold", "envoy of edge/mesh-0",
+	for _, text := range []string{"shop/web-7d9c5b6f4-x2x8q", "edge/haproxy-0", "at the hold", "envoy of edge/mesh-0",
 		"via clusterIP: that tells nothing of a single pod", "kube-proxy", "shop/web, 2 usable targets"} {
 		if got := b.text("#explain-result"); !strings.Contains(got, text) {
 			t.Errorf("it explains %q, want %q", got, text)
 		}
 	}
 	b.await("#coverage", "Ingress shop/front")
+	if got := of[int](b, "document.querySelectorAll('#coverage-table tbody tr').length"); got != 2 {
+		t.Errorf("%d rows for what is not waited for, want one for each reason", got)
+	}
 	b.picture("made-explain", true)
 	if got := of[int](b, "document.querySelectorAll('#explain-pods option[label=shop]').length"); got != 19 {
 		t.Errorf("%d pods to choose from, want the 19 that are on the page", got)
@@ -658,6 +664,16 @@ func TestThePageExplains(t *testing.T) {
 	b.expectLoss() // a 404 is told to the console
 	ask("missing")
 	b.await("#explain-result", "no such pod: shop/missing")
+	// An answer that comes after that to a later question is not shown.
+	of[bool](b, `(() => { const ask = window.fetch; window.fetch = (url, o) => !url.includes('missing') ? ask(url, o) :
+		new Promise((done) => { window.late = () => { ask(url, o).then(done); setTimeout(() => { window.came = true; }, 300); }; });
+		return true; })()`)
+	ask("missing")
+	ask("web-7d9c5b6f4-x2x8q")
+	b.await("#explain-result", "It would be deleted")
+	of[bool](b, "late(), true")
+	b.awaitThat("late answer", func() bool { return of[bool](b, "window.came === true") })
+	b.await("#explain-result", "It would be deleted")
 }
 
 // One namespace of several, chosen on the page or in its address. What is said first is about all.
