@@ -100,8 +100,11 @@ func gather(ctx context.Context, o options, kube kubernetes.Interface) (check.Fa
 	}
 	f.Server = server
 	unread := func(object string, err error) {
-		f.Unread = append(f.Unread, check.Finding{Level: check.Unknown, Object: object, Problem: err.Error(),
-			Fix: "bind the ClusterRole and the Role lameduck-view to your user (docs/kubectl.md)"})
+		fix := "the reason names what is missing; if it is time, a longer --timeout"
+		if apierrors.IsForbidden(err) {
+			fix = "bind the ClusterRole and the Role lameduck-view to your user (docs/kubectl.md)"
+		}
+		f.Unread = append(f.Unread, check.Finding{Level: check.Unknown, Object: object, Problem: err.Error(), Fix: fix})
 	}
 	pods, err := list(ctx, o, kube)
 	if err != nil {

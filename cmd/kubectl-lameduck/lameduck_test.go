@@ -11,7 +11,9 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"path"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -24,9 +26,12 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/kubernetes/fake"
+	"k8s.io/client-go/rest"
 	k8stesting "k8s.io/client-go/testing"
 
+	"github.com/lameduck-io/lameduck/internal/check"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 )
 
@@ -458,6 +463,36 @@ func TestWatch(t *testing.T) {
 		"shop a Quiescing 6.0s hap (removed)", "shop a Acknowledged ended", "shop b Acknowledged ended"}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
+	}
+}
+
+// Only a right that is missing is a reason to bind a role.
+func TestWhatCannotBeRead(t *testing.T) {
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch path.Base(r.URL.Path) {
+		case "version":
+		case "nodes":
+			w.WriteHeader(http.StatusForbidden)
+		default:
+			w.WriteHeader(http.StatusInternalServerError)
+		}
+	}))
+	t.Cleanup(server.Close)
+	o := options{timeout: 10 * time.Second, config: &rest.Config{Host: server.URL}}
+	kube, err := kubernetes.NewForConfig(o.config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f, err := gather(t.Context(), o, kube)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for object, want := range map[string]string{"nodes": "bind the ClusterRole", "leases": "--timeout"} {
+		if !slices.ContainsFunc(f.Unread, func(u check.Finding) bool {
+			return u.Object == object && strings.Contains(u.Fix, want)
+		}) {
+			t.Errorf("no %q for %s in %+v", want, object, f.Unread)
+		}
 	}
 }
 

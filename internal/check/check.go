@@ -588,6 +588,10 @@ func (f Facts) coverage(add adder) {
 	c := f.Coverage
 	switch {
 	case c == nil:
+		if slices.ContainsFunc(f.Coordinators, func(c Coordinator) bool { return c.Err == nil }) {
+			add(Unknown, "coverage", "a longer --timeout, or kubectl -n "+f.System+" logs -l "+f.Labels,
+				"no coordinator has reported which consumers are not waited for")
+		}
 		return
 	case c.Error != "":
 		add(Unknown, "coverage", "kubectl -n "+f.System+" logs -l "+f.Labels,

@@ -164,6 +164,8 @@ func TestFindings(t *testing.T) {
 				State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "ImagePullBackOff",
 					Message: "no such image"}}}}
 		}, []string{"error Pod lameduck-system/webhook-0: ready: container webhook: ImagePullBackOff: no such image"}},
+		"coverage does not come": {func(f *Facts) { f.Coverage = nil },
+			[]string{"unknown coverage: no coordinator has reported"}},
 		"one is not reached": {func(f *Facts) { f.Coordinators[1].Err = errors.New("no route") },
 			[]string{"unknown Pod lameduck-system/webhook-1: no route"}},
 		"all on one node": {func(f *Facts) { f.Coordinators[1].Pod.Spec.NodeName = "one" },
