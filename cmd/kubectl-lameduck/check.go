@@ -53,6 +53,8 @@ type checked struct {
 func diagnose(ctx context.Context, o options, kube kubernetes.Interface, out io.Writer) error {
 	var findings []check.Finding
 	if o.pre {
+		ctx, cancel := context.WithTimeout(ctx, 3*o.timeout)
+		defer cancel()
 		var err error
 		if findings, err = check.Pre(ctx, kube, o.system); err != nil {
 			return fmt.Errorf("%w: %w", cli.ErrUnchecked, err)

@@ -32,6 +32,7 @@ import (
 	k8stesting "k8s.io/client-go/testing"
 
 	"github.com/lameduck-io/lameduck/internal/check"
+	"github.com/lameduck-io/lameduck/internal/cli"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 )
 
@@ -150,11 +151,19 @@ func TestLeastCoverage(t *testing.T) {
 func TestWaitsFor(t *testing.T) {
 	d := oneDrain{Drain: drainOf("a", "Unrouting", 0, "one unknown", "two routing", "three removed", "four idle")}
 	d.Reports[0].Connected, d.Reports[1].Suspended = false, true
+	d.Waiting = 2 // not for the suspended one
 	if got, want := d.waitsFor(5), "one (not connected), three (removed)"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
 	d.Waiting = 40 // more than are listed
-	if got, want := d.waitsFor(1), "one (not connected), and 39 more"; got != want {
+	for most, want := range map[int]string{1: "one (not connected), and 39 more",
+		2: "one (not connected), three (removed), and 38 more"} {
+		if got := d.waitsFor(most); got != want {
+			t.Errorf("%q, want %q", got, want)
+		}
+	}
+	d.Reports = d.Reports[1:2] // suspended ones have taken the places of the others
+	if got, want := d.waitsFor(2), "40 agents"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
 }
@@ -463,6 +472,27 @@ func TestWatch(t *testing.T) {
 		"shop a Quiescing 6.0s hap (removed)", "shop a Acknowledged ended", "shop b Acknowledged ended"}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
+	}
+}
+
+// An API server that does not answer ends the check before an installation, too.
+func TestPreEndsInTime(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	server := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		select {
+		case <-r.Context().Done():
+		case <-ctx.Done():
+		}
+	}))
+	t.Cleanup(server.Close)
+	o := options{pre: true, timeout: 100 * time.Millisecond, config: &rest.Config{Host: server.URL}}
+	kube, err := kubernetes.NewForConfig(o.config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := diagnose(ctx, o, kube, io.Discard); !errors.Is(err, cli.ErrUnchecked) || ctx.Err() != nil {
+		t.Errorf("%v, %v", err, ctx.Err())
 	}
 }
 

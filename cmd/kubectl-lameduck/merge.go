@@ -201,11 +201,14 @@ func (d oneDrain) waitsFor(most int) string {
 		}
 		parts = append(parts, w.Agent+" ("+state+")")
 	}
-	if len(parts) > most {
-		parts = append(parts[:most], "and "+count(max(d.Waiting, len(parts))-most)+" more")
-	}
-	if len(parts) == 0 {
+	all := max(d.Waiting, len(parts)) // coordinators list only some of many
+	switch parts = parts[:min(len(parts), most)]; {
+	case all == 0:
 		return "nothing"
+	case len(parts) == 0:
+		return count(all) + " agents"
+	case all > len(parts):
+		parts = append(parts, "and "+count(all-len(parts))+" more")
 	}
 	return strings.Join(parts, ", ")
 }

@@ -13,6 +13,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/version"
+	"k8s.io/client-go/discovery"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/utils/ptr"
 )
@@ -42,7 +43,7 @@ func Pre(ctx context.Context, kube kubernetes.Interface, system string) ([]Findi
 	add := func(l Level, object, fix, problem string, args ...any) {
 		all = append(all, Finding{l, object, fmt.Sprintf(problem, args...), fix})
 	}
-	server, err := kube.Discovery().ServerVersion()
+	server, err := discovery.ToServerVersionInterfaceWithContext(kube.Discovery()).ServerVersionWithContext(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("ask the API server for its version: %w", err)
 	}
