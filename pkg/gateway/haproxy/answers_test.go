@@ -41,7 +41,7 @@ var realAnswers = []struct {
 	{"add server agent/a 127.0.0.3:9001 resolvers x", "'resolvers' option is not accepted for dynamic server\n\n",
 		kindRefused},
 	{"add server agent/a 127.0.0.3:99999", "invalid port '99999'\n\n", kindRefused},
-	{"enable health people/s0", "Health check was not configured on this server, cannot enable.\n\n", kindRefused},
+	{"enable health people/s0", "Health check was not configured on this server, cannot enable.\n\n", kindNoCheck},
 	{"del server people/s0", "Only servers in maintenance mode can be deleted.\n", kindNotMaintenance},
 	{"del server people/used", "This server cannot be removed at runtime due to other configuration elements " +
 		"pointing to it.\n", kindReferenced},

@@ -21,6 +21,7 @@ const (
 	kindTooOld         kind = "unknown command (servers at run time need HAProxy 2.6 or newer)"
 	kindSyntax         kind = "bad arguments (this is a bug in the agent)"
 	kindRefused        kind = "server refused (check the backend's serverOptions)"
+	kindNoCheck        kind = "server without check (it gets one when it is added again, or by a reload)"
 	kindBusy           kind = "server busy (it is deleted when its requests and idle connections have ended)"
 	kindNotMaintenance kind = "server not in maintenance (something else put it back into service)"
 	kindReferenced     kind = "server referenced (a use-server, track or similar line names it)"
@@ -133,7 +134,7 @@ var refusals = []struct {
 	{"character '", kindRefused},
 	{"invalid port", kindRefused},
 	{"invalid address", kindRefused},
-	{"Health check was not configured", kindRefused},
+	{"Health check was not configured", kindNoCheck},
 	{"MUX protocol is not usable", kindRefused},
 	{"Cannot attach server", kindRefused},
 }

@@ -464,7 +464,9 @@ func (g *Gateway) route(ctx context.Context, p process, s *step, x *index) error
 	// Checks of a server added at run time are off until asked for (HAProxy's management guide,
 	// "add server").
 	if slices.Contains(strings.Fields(b.ServerOptions), "check") {
-		if err := g.cli.change(ctx, p.PID, "enable health "+b.Backend+"/"+s.name, ""); err != nil {
+		// The server has none if it was added before serverOptions had one.
+		err := g.cli.change(ctx, p.PID, "enable health "+b.Backend+"/"+s.name, "")
+		if err != nil && !errors.Is(err, kindNoCheck) {
 			return err
 		}
 	}
@@ -546,13 +548,24 @@ func (g *Gateway) Observe(ctx context.Context, keys []health.Key) (o health.Obse
 		return health.Observation{}, fmt.Errorf("observe %d keys: %w", len(keys), err)
 	}
 	g.unused = map[health.Key]string{}
+	stale := false
 	for k, is := range o.Seen {
 		switch {
 		case o.Unread[k.Pool] != nil:
 			delete(o.Seen, k)
+			continue
 		case !is.Routed && is.Active == 0:
 			g.unused[k] = name
 		}
+		// The command for it has failed, or the file is of an earlier agent. If it is to be routed,
+		// the op comes again. If not, there is none, because no process routes to it.
+		if b, server, err := g.resolve(k); err == nil && !is.Routed && g.wanted[b.Backend][server] {
+			delete(g.wanted[b.Backend], server)
+			stale = true
+		}
+	}
+	if stale {
+		_ = g.write() // it is tried again with later readings
 	}
 	return o, nil
 }

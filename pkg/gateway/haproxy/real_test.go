@@ -332,6 +332,46 @@ func TestAnotherAddress(t *testing.T) {
 	}
 }
 
+// A server whose definition HAProxy did not take is in the file, which is written first. Once it is
+// not to be routed any more there is no operation for it, and a reload would route it.
+func TestAServerThatWasNotAddedLeavesTheFile(t *testing.T) {
+	t.Parallel()
+	p := newProxy(t, userFile, Backend{Backend: "agent", Lines: []string{"balance static-rr"}})
+	g := p.gateway()
+	p.start()
+	op := routed("agent", "u", "127.0.0.33:1")
+	if err := g.Apply(t.Context(), []health.Op{op}); !errors.Is(err, kindStaticBalance) {
+		t.Fatalf("%v", err)
+	}
+	if is := see(t, g, op.Key); is.Routed {
+		t.Fatalf("%+v", is)
+	}
+	if have, err := readFile(p.cfg.ServersFile); err != nil || len(have["agent"]) > 0 {
+		t.Errorf("the file has %v (%v)", have, err)
+	}
+}
+
+// Servers that were added before serverOptions had a check are put back, and stay in the file.
+func TestAServerWithoutACheckIsPutBack(t *testing.T) {
+	t.Parallel()
+	b := Backend{Backend: "agent", Lines: []string{"balance roundrobin"}}
+	p := newProxy(t, userFile, b)
+	g := p.gateway()
+	p.start()
+	op := routed("agent", "u", "127.0.0.34:1")
+	apply(t, g, op)
+	apply(t, g, removed("agent", "u", "127.0.0.34:1"))
+	p.cfg.Backends[0].ServerOptions = "check inter 10s"
+	g = p.gateway()
+	apply(t, g, op)
+	if is := see(t, g, op.Key); !is.Routed {
+		t.Errorf("%+v", is)
+	}
+	if have, err := readFile(p.cfg.ServersFile); err != nil || len(have["agent"]) != 1 {
+		t.Errorf("the file has %v (%v)", have, err)
+	}
+}
+
 // "option persist", which operators may have in their defaults, would send clients with an entry in
 // the stick table to a server in maintenance.
 func TestPersistenceDoesNotReachRemoved(t *testing.T) {
