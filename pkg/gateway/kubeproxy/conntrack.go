@@ -547,7 +547,12 @@ func (w *Watch) pause(took time.Duration) time.Duration {
 // since before it began. A thread that does not get the CPU can make it long.
 func (o *Observer) counted(due map[*Watch]counting, found map[netip.Addr][]connection, took time.Duration,
 	began, ended time.Time) {
-	own := o.ownAddresses()
+	var own map[netip.Addr]bool
+	for _, how := range due {
+		if how.walk && own == nil {
+			own = o.ownAddresses()
+		}
+	}
 	o.mu.Lock()
 	var told []*Watch
 	old := !o.accounted.IsZero() && began.Sub(o.accounted) >= accountedFor

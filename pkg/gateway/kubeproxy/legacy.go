@@ -70,9 +70,10 @@ func legacyExists(family uint8) bool {
 
 func readLegacy(family uint8) (*table, error) {
 	layout := legacyLayouts[family]
-	fd, err := unix.Socket(layout.domain, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.IPPROTO_RAW)
+	// Not a raw socket, as iptables opens it: that needs CAP_NET_RAW, and this CAP_NET_ADMIN alone.
+	fd, err := unix.Socket(layout.domain, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
-		return nil, fmt.Errorf("open a raw socket: %w", err)
+		return nil, fmt.Errorf("open a socket: %w", err)
 	}
 	defer func() { _ = unix.Close(fd) }()
 	info := make([]byte, legacyInfoSize)
@@ -208,6 +209,7 @@ func (o *Observer) readLegacyOnce() (again bool) {
 	o.mu.Unlock()
 	for _, family := range families {
 		state, graph := legacyAbsent, newTableGraph(tableID{family, legacyTable})
+		was, failed := o.legacyFailed[family], "" // written by this goroutine alone
 		if !legacyExists(family) {
 			whole[family] = false
 		} else {
@@ -217,20 +219,19 @@ func (o *Observer) readLegacyOnce() (again bool) {
 				if err == nil {
 					whole[family] = g.complete()
 				}
-				failed := ""
 				switch {
 				case err == nil && watched:
 					state, graph = legacyRead, g
 				case err != nil && !errors.Is(err, errMoved):
 					failed = err.Error()
 				}
-				if failed != "" && failed != o.legacyFailed[family] {
-					o.log.Warn("read the legacy rules of iptables: no target can become Removed", "error", failed)
-				}
-				o.legacyFailed[family] = failed
 			}
 		}
+		if failed != "" && failed != was {
+			o.log.Warn("read the legacy rules of iptables: no target can become Removed", "error", failed)
+		}
 		o.mu.Lock()
+		o.legacyFailed[family] = failed
 		s := o.sources[tableID{family, legacyTable}]
 		s.graph = graph
 		if o.legacy[family] = state; state == legacyUnread {

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"runtime"
 	"syscall"
 	"testing"
 	"time"
@@ -38,6 +39,30 @@ func apart(t *testing.T) bool {
 		t.Fatal(err)
 	}
 	return false
+}
+
+// The agent's manifests add NET_ADMIN and drop all other capabilities.
+func TestLegacyNeedsNetAdminAlone(t *testing.T) {
+	if !apart(t) {
+		return
+	}
+	for _, family := range families {
+		restore(t, "legacy", family == unix.NFPROTO_IPV6, iptablesSetUp...)
+		done := make(chan error)
+		go func() {
+			runtime.LockOSThread() // it ends with this goroutine
+			header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+			caps := [2]unix.CapUserData{{Effective: 1 << unix.CAP_NET_ADMIN, Permitted: 1 << unix.CAP_NET_ADMIN}}
+			err := unix.Capset(&header, &caps[0])
+			if err == nil {
+				_, err = readLegacy(family)
+			}
+			done <- err
+		}()
+		if err := <-done; err != nil {
+			t.Errorf("family %d: %v", family, err)
+		}
+	}
 }
 
 // The kernel does not notify of changes of the legacy iptables. They are read while there is a

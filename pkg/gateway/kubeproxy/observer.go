@@ -57,7 +57,8 @@ type Observer struct {
 	// legacyWhole is whether kube-proxy had written them at the last look, by family; absent: not
 	// looked.
 	legacyWhole map[uint8]bool
-	// legacyFailed is the last error of reading them, by family. Only the loop that reads uses it.
+	// legacyFailed is the error of the last reading of them, by family. Only the loop that reads
+	// writes it.
 	legacyFailed map[uint8]string
 	// present is when kube-proxy's rules were last there, and absent the last answer of Absent.
 	present time.Time
@@ -154,7 +155,8 @@ func (o *Observer) Audits() gateway.Audits {
 // Absent reports whether there is no kube-proxy whose rules this package reads: it has written
 // none, or they were deleted and not written again for 10 s. All watches are Unknown then;
 // kube-proxy in ipvs mode, or what replaces it, may send to pods. It is false until the tables were
-// read. Call it several times a second: the 10 s count from the last call that found rules.
+// read, and while legacy rules cannot be read. Call it several times a second: the 10 s count from
+// the last call that found rules.
 func (o *Observer) Absent() bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -163,7 +165,7 @@ func (o *Observer) Absent() bool {
 	}
 	now := time.Now()
 	for id, s := range o.sources {
-		if s.complete || o.legacyWhole[id.family] {
+		if s.complete || o.legacyWhole[id.family] || o.legacyFailed[id.family] != "" {
 			o.present = now
 		}
 	}

@@ -25,7 +25,9 @@ const (
 	// TIME_WAIT and CLOSE.
 	states = 1<<unix.BPF_TCP_LISTEN | 1<<unix.BPF_TCP_ESTABLISHED | 1<<unix.BPF_TCP_SYN_SENT |
 		1<<unix.BPF_TCP_FIN_WAIT1 | 1<<unix.BPF_TCP_FIN_WAIT2 | 1<<unix.BPF_TCP_CLOSE_WAIT | 1<<unix.BPF_TCP_LAST_ACK
-	timeout = time.Second
+	timeout = 3 * time.Second
+	// pageSize is how many bytes the kernel sends at a time: the most that it does.
+	pageSize = 32 << 10
 )
 
 // List returns the open TCP connections that were opened in the network namespace. Those that were
@@ -95,7 +97,7 @@ func CanClose() error {
 
 // ask sends one request about sockets with the family and the ID of s.
 func ask(header netlink.Header, s Socket) ([]netlink.Message, error) {
-	conn, err := netlink.Dial(unix.NETLINK_SOCK_DIAG, nil)
+	conn, err := netlink.Dial(unix.NETLINK_SOCK_DIAG, &netlink.Config{MessageBufferSize: pageSize})
 	if err != nil {
 		return nil, fmt.Errorf("open a netlink socket: %w", err)
 	}
