@@ -396,6 +396,9 @@ func (s *Server) barrier(p nodepods.Pod) (outcome, string) {
 	ctx, cancel := context.WithDeadline(context.Background(), p.Deadline())
 	defer cancel()
 	for w := NewWait(time.Now(), p); ; {
+		if is, ok, _ := s.pods.Find(p.ID); ok && deleted(p)(is) && is.Deadline().Before(w.pod.Deadline()) {
+			w.pod = is // it was deleted again, with a shorter grace period
+		}
 		// On every turn, so that a state that was entered while a coordinator answered is not
 		// missed.
 		w.Look(time.Now(), local.Reading())

@@ -254,6 +254,32 @@ func TestHooksEnd(t *testing.T) {
 			},
 			code: 200, prefix: "Local", counts: outLocal, least: localAfter, most: localAfter + askAgain,
 		},
+		"no coordinator: the kernel cannot be read for a moment": {
+			before: func(n *testNode) {
+				n.k.Is(podTarget, health.Routing, 0)
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			after: func(n *testNode) {
+				time.Sleep(localAfter + time.Second)
+				n.k.Is(podTarget, health.Unknown, 0)
+				time.Sleep(localAfter - time.Millisecond)
+				n.k.Is(podTarget, health.Routing, 0)
+			},
+			code: 200, prefix: "Bound", counts: outBound, least: 30 * time.Second, most: 30 * time.Second,
+		},
+		"deleted again, with a shorter grace period": {
+			before: func(n *testNode) {
+				n.k.Is(podTarget, health.Routing, 0)
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			after: func(n *testNode) {
+				time.Sleep(5 * time.Second)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 6*time.Second), false)
+			},
+			code: 200, prefix: "Bound", counts: outBound, least: 5 * time.Second, most: 5*time.Second + askAgain,
+		},
 		"no coordinator: the kernel cannot be read": {
 			before: func(n *testNode) {
 				n.pods.Set(agenttest.Hooked("a"), false)

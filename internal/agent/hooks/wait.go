@@ -59,9 +59,9 @@ type Wait struct {
 	// counting: the kernel was told to count, and measures from then on how long it is quiet.
 	counting bool
 	// passed is the answer of a coordinator at passedAt. removedAt is since when the kernel has
-	// been Removed. Zero: not yet.
-	passed              wire.BarrierStatus
-	passedAt, removedAt time.Time
+	// been Removed, unknownAt since when it could not be read. Zero: not yet.
+	passed                         wire.BarrierStatus
+	passedAt, removedAt, unknownAt time.Time
 }
 
 // NewWait begins to wait for p.
@@ -89,6 +89,12 @@ func (w *Wait) Look(now time.Time, is gateway.Reading) {
 		w.removedAt = time.Time{}
 	case w.removedAt.IsZero():
 		w.removedAt = now
+	}
+	switch {
+	case is.State != health.Unknown:
+		w.unknownAt = time.Time{}
+	case w.unknownAt.IsZero():
+		w.unknownAt = now
 	}
 	if !w.asked && !w.alone.IsZero() && now.Sub(w.alone) >= localAfter && w.stopped(now, is) {
 		w.end(outLocal, "this node's kernel is "+is.State.String()+"; "+w.trouble)
@@ -189,8 +195,10 @@ func (w *Wait) statedOver(now time.Time, is gateway.Reading) bool {
 // times are by this node's clock.
 func (w *Wait) stopped(now time.Time, is gateway.Reading) bool {
 	switch is.State {
-	case health.Idle, health.Unknown:
+	case health.Idle:
 		return true
+	case health.Unknown:
+		return now.Sub(w.unknownAt) >= localAfter
 	case health.Removed:
 		return now.Sub(w.removedAt) >= localIdle
 	case health.Kept:
