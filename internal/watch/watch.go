@@ -125,6 +125,9 @@ func (w *Watch) Synced(ctx context.Context) bool {
 	return cache.WaitForCacheSync(ctx.Done(), w.handler.HasSynced)
 }
 
+// HasSynced reports whether Changed was called for every object of the first list.
+func (w *Watch) HasSynced() bool { return w.handler.HasSynced() }
+
 // EndpointSlices is [Options.Informer] for EndpointSlices.
 func EndpointSlices(f informers.SharedInformerFactory) cache.SharedIndexInformer {
 	return f.Discovery().V1().EndpointSlices().Informer()

@@ -615,8 +615,8 @@ func TestAnUnreadableGatewayVoids(t *testing.T) {
 			t.Error("Changed was not called: the exclusion is unknown")
 		}
 		time.Sleep(time.Minute)
-		if _, reads := r.plane.counts(); reads < 30 || reads > 40 {
-			t.Errorf("%d tries to read in a minute, want about 35", reads)
+		if _, reads := r.plane.counts(); reads < 235 || reads > 245 {
+			t.Errorf("%d tries to read in a minute, want about 240", reads)
 		}
 		if got := r.log.count("no answer"); got != 1 {
 			t.Errorf("the error is logged %d times, want once", got)

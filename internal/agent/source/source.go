@@ -105,6 +105,17 @@ func New(kube kubernetes.Interface, ports map[health.Pool]endpoints.Port, lag ti
 // Synced reports whether the first complete list has been handed to the set.
 func (r *Endpoints) Synced() bool { return r.isSynced.Load() }
 
+// Unlisted returns the namespaces whose first list has not arrived, sorted.
+func (r *Endpoints) Unlisted() (namespaces []string) {
+	for namespace, w := range r.watches {
+		if !w.HasSynced() {
+			namespaces = append(namespaces, namespace)
+		}
+	}
+	slices.Sort(namespaces)
+	return namespaces
+}
+
 // Run watches the EndpointSlices of every namespace that a route is in, until ctx is done.
 func (r *Endpoints) Run(ctx context.Context) error {
 	var wg sync.WaitGroup

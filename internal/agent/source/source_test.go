@@ -2,6 +2,7 @@ package source
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -10,9 +11,12 @@ import (
 	"time"
 
 	discovery "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/kubernetes/fake"
+	ktesting "k8s.io/client-go/testing"
 
 	"github.com/lameduck-io/lameduck/internal/agent/serving"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
@@ -40,6 +44,31 @@ func claims(set *health.Set) string {
 	}
 	slices.Sort(all)
 	return strings.Join(all, " ")
+}
+
+// /readyz names what an agent waits for: one namespace that it may not list keeps it from all.
+func TestUnlistedNamespacesAreNamed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		kube := fake.NewClientset()
+		kube.PrependReactor("list", "endpointslices", func(a ktesting.Action) (bool, runtime.Object, error) {
+			err := apierrors.NewForbidden(discovery.Resource("endpointslices"), "", errors.New("no binding"))
+			return a.GetNamespace() == "bank", nil, err
+		})
+		r := newEndpoints(t, kube, 0, health.New(health.Options{}), gateway.Route{Service: "shop/web", Pool: "web"},
+			gateway.Route{Service: "bank/web", Pool: "bank"})
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error)
+		go func() { ended <- r.Run(ctx) }()
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		if got := r.Unlisted(); !slices.Equal(got, []string{"bank"}) || r.Synced() {
+			t.Errorf("not listed are %q, synced %t", got, r.Synced())
+		}
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
 }
 
 func TestEndpointsFollowEndpointSlices(t *testing.T) {
