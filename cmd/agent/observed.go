@@ -36,6 +36,9 @@ const (
 	waitGrace = 25 * time.Second
 	// waitConns bounds the connections of hooks: each hook has one.
 	waitConns = 2048
+	// startMost is how long an agent waits for its gateway to start before it connects to
+	// coordinators. It may ask at a wrong address, and the gateway send.
+	startMost = 5 * time.Minute
 	// absentEvery is the interval at which the agent checks whether the gateway is absent.
 	absentEvery = 200 * time.Millisecond
 )
@@ -96,8 +99,11 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 				case <-ctx.Done():
 					return nil
 				case <-p.Began():
-					return c.Run(ctx)
+				case <-time.After(startMost):
+					log.Warn("the gateway has not started: its agent connects to coordinators all the same",
+						"after", startMost)
 				}
+				return c.Run(ctx)
 			}
 		}
 		tasks = append(tasks,

@@ -108,8 +108,8 @@ type Cleaner interface {
 type Polled interface {
 	// Failures counts the readings that failed.
 	Failures() uint64
-	// Began is closed with the first reading that succeeds. Only then does the agent connect to
-	// coordinators: a gateway that has not started sends nothing, and nothing can be acknowledged.
+	// Began is closed once the gateway has started. Before that the gateway sends nothing, and
+	// nothing can be acknowledged: the agent does not connect to coordinators.
 	Began() <-chan struct{}
 }
 

@@ -18,8 +18,8 @@ const (
 	fastest = 10 * time.Millisecond
 	slowest = 100 * time.Millisecond
 	// watchExclusions and watchReloads are the pauses when nothing is expected to change: how late
-	// a reload can be noticed. A gateway that cannot be read is tried at intervals of
-	// watchExclusions: when it starts, it routes as it did when it ended.
+	// a reload can be noticed. A gateway that is away is tried at intervals of watchExclusions:
+	// when it starts, it routes as it did when it ended.
 	watchExclusions = 250 * time.Millisecond
 	watchReloads    = time.Second
 	// retryFirst and maxRetry bound the pause after an error, and until a target that is out and
@@ -113,7 +113,11 @@ func (s *Steps) Read(now time.Time, seen health.Observation, owned []health.Key,
 		s.set.Void(now)
 		s.rush = 0
 		wait := s.unread
-		s.unread = min(2*s.unread, watchExclusions)
+		most := watchExclusions
+		if now.Sub(s.asOf) > time.Second { // it is busy, or stopped
+			most = maxRetry
+		}
+		s.unread = min(2*s.unread, most)
 		return s.done(wait, err, Progress{AsOf: s.asOf, Err: err})
 	}
 	moved := s.Moved(seen)

@@ -183,6 +183,8 @@ func (r *reader) read(get func(path string, into any) error) ([]poll.Host, error
 	up, _ := time.ParseDuration(info.Uptime)
 	parent, _ := time.ParseDuration(info.Options.Parent)
 	switch {
+	case info.State == "PRE_INITIALIZING", info.State == "INITIALIZING":
+		return nil, fmt.Errorf("Envoy is %s: %w", info.State, poll.ErrNotStarted)
 	case info.State != "LIVE" && info.State != "DRAINING":
 		return nil, fmt.Errorf("Envoy is %s", info.State)
 	case info.Options.Epoch > 0 && up <= parent+initMost:

@@ -332,7 +332,7 @@ func TestRead(t *testing.T) {
 		want                 string
 	}{
 		"nothing":  {live, `{}`, configs, "[]"},
-		"starting": {`{"state": "INITIALIZING"}`, `{}`, configs, "Envoy is INITIALIZING"},
+		"starting": {`{"state": "INITIALIZING"}`, `{}`, configs, "Envoy is INITIALIZING: it has not started yet"},
 		"restarted hot": {
 			`{"state": "LIVE", "uptime_current_epoch": "9s",
 				"command_line_options": {"restart_epoch": 1, "parent_shutdown_time": "900s"}}`,

@@ -129,11 +129,38 @@ func (c *Config) Check() []error {
 			why := badLine(l)
 			must(why == "", fmt.Sprintf("%s[%d]", at("lines"), j), l, why)
 		}
-		why := badOptions(b.ServerOptions)
+		static, why := b.static()
+		must(why == "", at("lines"), static, why)
+		why = badOptions(b.ServerOptions)
 		must(why == "", at("serverOptions"), b.ServerOptions, why)
 	}
 	return errs
 }
+
+// static returns the line by which HAProxy would add no server at run time, and why.
+func (b *Backend) static() (line, why string) {
+	consistent := false
+	for _, l := range b.Lines {
+		switch f := append(strings.Fields(l), "", ""); {
+		case f[0] == "hash-type":
+			consistent = f[1] == "consistent"
+		case f[0] == "balance" && f[1] == "static-rr":
+			line, why = l, "no servers can be added at run time: use roundrobin"
+		case f[0] == "balance":
+			algorithm, _, _ := strings.Cut(f[1], "(")
+			if line, why = "", ""; slices.Contains(hashes, algorithm) {
+				line, why = l, "no servers can be added at run time: add the line hash-type consistent"
+			}
+		}
+	}
+	if consistent && !strings.Contains(line, "static-rr") {
+		return "", ""
+	}
+	return line, why
+}
+
+// hashes are the values of balance that need a consistent hash for servers at run time.
+var hashes = []string{"source", "uri", "url_param", "hdr", "rdp-cookie", "hash"}
 
 func badLine(l string) string {
 	f := strings.Fields(l)

@@ -53,6 +53,12 @@ func TestConfig(t *testing.T) {
 		{"defaults with a space", owned(func(b *Backend) { b.Defaults = "a b" }), []string{"defaults", "a b"}},
 		{"line with a line break", line("balance random\nserver x 1.2.3.4:5"), []string{"lines[0]"}},
 		{"line with a carriage return", line("balance random\r"), []string{"lines[0]"}},
+		{"static balance", line("balance static-rr"), []string{"lines", "static-rr", "roundrobin"}},
+		{"hashed without a ring", line("balance hdr(x-user) use_domain_only"),
+			[]string{"lines", "hash-type consistent"}},
+		{"hashed on a ring", owned(func(b *Backend) {
+			b.Lines = []string{"balance source", "hash-type consistent"}
+		}), nil},
 		{"empty line", line("  "), []string{"lines[0]"}},
 		{"line that begins a section", line("  backend evil"), []string{"lines[0]", "section"}},
 		{"line that begins a section, quoted", line(`"backend" evil`), []string{"lines[0]", "quoted"}},

@@ -336,8 +336,13 @@ func TestAnotherAddress(t *testing.T) {
 // not to be routed any more there is no operation for it, and a reload would route it.
 func TestAServerThatWasNotAddedLeavesTheFile(t *testing.T) {
 	t.Parallel()
-	p := newProxy(t, userFile, Backend{Backend: "agent", Lines: []string{"balance static-rr"}})
+	p := newProxy(t, userFile, Backend{Backend: "agent", Lines: []string{"balance roundrobin"}})
 	g := p.gateway()
+	text, err := os.ReadFile(p.cfg.ServersFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.write("servers.cfg", strings.Replace(string(text), "balance roundrobin", "balance static-rr", 1))
 	p.start()
 	op := routed("agent", "u", "127.0.0.33:1")
 	if err := g.Apply(t.Context(), []health.Op{op}); !errors.Is(err, kindStaticBalance) {

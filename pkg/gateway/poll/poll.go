@@ -22,6 +22,7 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -29,9 +30,11 @@ import (
 	"net/http"
 	"net/netip"
 	"net/url"
+	"os"
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/signal"
@@ -49,10 +52,21 @@ const (
 	often, seldom           = 20 * time.Millisecond, time.Second
 	watchedShare, idleShare = 4, 49
 	wakeMost                = 500 * time.Millisecond
+	// failedMost bounds the pause after a poll that failed.
+	failedMost = 2 * time.Second
 	// timeout bounds one poll. When it expires, all targets are Unknown. A busy Envoy with
 	// thousands of hosts takes more than a second.
 	timeout = 5 * time.Second
 )
+
+// ErrNotStarted is the error of a [Read] whose gateway has not started yet: it sends nothing.
+var ErrNotStarted = errors.New("it has not started yet")
+
+// notStarted reports whether the error of a poll shows that the gateway has not started yet. Any
+// other gateway may be sending, whatever is wrong with its answers.
+func notStarted(err error) bool {
+	return errors.Is(err, ErrNotStarted) || errors.Is(err, syscall.ECONNREFUSED) || errors.Is(err, os.ErrNotExist)
+}
 
 // Host is one target in an answer of a gateway.
 type Host struct {
@@ -95,7 +109,7 @@ type Gateway struct {
 	wake    signal.Signal
 	failing bool
 	failed  atomic.Uint64
-	// began is closed with the first reading that succeeds.
+	// began is closed once the gateway has started.
 	began chan struct{}
 	// uncounted is the last error of reading sockets, and named has the names that were logged.
 	// Only Run uses these two.
@@ -133,7 +147,8 @@ func (g *Gateway) Run(ctx context.Context) error {
 		if ctx.Err() == nil {
 			if err != nil {
 				g.failed.Add(1)
-			} else if !begun {
+			}
+			if !begun && !notStarted(err) {
 				begun = true
 				close(g.began)
 			}
@@ -149,6 +164,9 @@ func (g *Gateway) Run(ctx context.Context) error {
 		watched := len(g.watches) > 0
 		if watched {
 			pause = max(often, watchedShare*took)
+		}
+		if err != nil {
+			pause = min(pause, failedMost)
 		}
 		ends := c != nil && c.ends // what comes next is another generation, and has to settle, too
 		for w := range g.watches {

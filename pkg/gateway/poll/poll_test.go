@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
+	"os"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -246,6 +248,25 @@ func TestAFailedPollCostsWhatTheGatewayWorked(t *testing.T) {
 				t.Error(err)
 			}
 		})
+	}
+}
+
+// Only a gateway that cannot be sending is not waited for.
+func TestWhatHasNotStarted(t *testing.T) {
+	p := Config{Population: "test", Admin: "unix:///does/not/exist"}
+	_, absent := p.Poll(nil, 0, slog.New(slog.DiscardHandler)).dial(t.Context())
+	p.Admin = "http://" + planes.FreeAddress(t)
+	_, refused := p.Poll(nil, 0, slog.New(slog.DiscardHandler)).dial(t.Context())
+	for _, tt := range []struct {
+		err  error
+		want bool
+	}{
+		{absent, true}, {refused, true}, {fmt.Errorf("starting: %w", ErrNotStarted), true}, {nil, false},
+		{os.ErrPermission, false}, {os.ErrDeadlineExceeded, false}, {io.EOF, false}, {errors.New("500"), false},
+	} {
+		if got := notStarted(tt.err); got != tt.want {
+			t.Errorf("%v: %t", tt.err, got)
+		}
 	}
 }
 

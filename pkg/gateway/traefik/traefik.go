@@ -103,7 +103,7 @@ func (r *reader) read(get func(path string, into any) error) ([]poll.Host, error
 		}
 		if up := now.Sub(is.Started); up < delivery {
 			return nil, fmt.Errorf("Traefik was started %s ago, and lists no service but its own: its providers may "+
-				"not have delivered yet", up.Truncate(time.Millisecond))
+				"not have delivered: %w", up.Truncate(time.Millisecond), poll.ErrNotStarted)
 		}
 	}
 	hosts := []poll.Host{}

@@ -56,6 +56,8 @@ func TestNoLossLetsAHeldDeletionThrough(t *testing.T) {
 				ns := scene(t, s, calls)
 				ctx, cancel := context.WithCancel(t.Context())
 				var deletions sync.WaitGroup
+				var mu sync.Mutex
+				var failed []error
 				defer func() { cancel(); deletions.Wait() }()
 				for i := range calls {
 					deletions.Go(func() {
@@ -64,7 +66,9 @@ func TestNoLossLetsAHeldDeletionThrough(t *testing.T) {
 						name := fmt.Sprintf("held-%d", i)
 						if err := s.Kube.CoreV1().Pods(ns).Delete(ctx, name, metav1.DeleteOptions{}); err != nil &&
 							!errors.Is(err, context.Canceled) && !apierrors.IsTooManyRequests(err) {
-							t.Errorf("deletion of %s: %v", name, err)
+							mu.Lock()
+							failed = append(failed, fmt.Errorf("deletion of %s: %w", name, err))
+							mu.Unlock()
 						}
 					})
 				}
@@ -82,7 +86,7 @@ func TestNoLossLetsAHeldDeletionThrough(t *testing.T) {
 				if back != nil {
 					must(t, back())
 				}
-				return gone, nil
+				return gone, errors.Join(failed...)
 			}
 			t.Run(fmt.Sprintf("%s-%d", loss.name, victim), func(t *testing.T) {
 				stalled, gone := harness.Stalls(t), calls
