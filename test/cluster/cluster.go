@@ -432,6 +432,9 @@ func (c *Cluster) RestartEtcd(ctx context.Context) error {
 	return c.waitReady(ctx)
 }
 
+// KillScheduler kills kube-scheduler with SIGKILL and waits until it is gone.
+func (c *Cluster) KillScheduler() { c.kill("kube-scheduler") }
+
 func (c *Cluster) kill(name string) {
 	if p := c.program(name); p != nil {
 		p.Kill()
@@ -455,6 +458,32 @@ func (c *Cluster) Exited(name string) <-chan struct{} {
 		return p.Done()
 	}
 	return nil
+}
+
+// Keep starts kube-controller-manager and kube-scheduler again when they exit, as a kubelet does,
+// until ctx is done or the cluster is stopped. A scheduler ends itself when it finds a pod on
+// another node than it remembers, which can happen if the API server is killed while it places it.
+func (c *Cluster) Keep(ctx context.Context) {
+	var wg sync.WaitGroup
+	for _, name := range []string{"kube-controller-manager", "kube-scheduler"} {
+		wg.Go(func() {
+			for {
+				select {
+				case <-ctx.Done():
+					return
+				case <-c.Exited(name):
+				}
+				if c.run(name, c.program(name).Args()...) != nil {
+					return // stopped
+				}
+				select {
+				case <-ctx.Done():
+				case <-time.After(time.Second):
+				}
+			}
+		})
+	}
+	wg.Wait()
 }
 
 // Stop kills everything and removes the data. It may be called again.

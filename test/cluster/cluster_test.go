@@ -336,6 +336,20 @@ func TestStartAndStop(t *testing.T) {
 		t.Errorf("version: %s, %v", out, err)
 	}
 
+	ctx, cancel := context.WithCancel(t.Context())
+	kept := make(chan struct{})
+	go func() {
+		defer close(kept)
+		c.Keep(ctx)
+	}()
+	before := c.Exited("kube-scheduler")
+	c.KillScheduler()
+	for c.Exited("kube-scheduler") == before { // the test's own timeout bounds this
+		time.Sleep(10 * time.Millisecond)
+	}
+	cancel()
+	<-kept
+
 	var running []string
 	for _, name := range []string{"etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler"} {
 		running = append(running, name)

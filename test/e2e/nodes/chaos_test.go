@@ -75,7 +75,8 @@ type chaos struct {
 // Rolling updates, scale-ins and -outs, node drains and deletions go on under load while faults
 // that SEED alone determines come and go for MINUTES. All the time, no request is lost that the
 // promise covers, no deletion takes longer than its bound, and no pod is out of traffic for longer
-// than an exclusion may last. After it everything is as before: connected, routed and ready, and an
+// than an exclusion may last. No pod waits longer than a minute for a node: otherwise there would
+// soon be none to delete. After it everything is as before: connected, routed and ready, and an
 // update loses nothing.
 func TestChaos(t *testing.T) {
 	seed, minutes := harness.Number(t, "SEED", 1), harness.Number(t, "MINUTES", 10)
@@ -104,6 +105,7 @@ func TestChaos(t *testing.T) {
 	defer stop()
 	var looks sync.WaitGroup
 	looks.Go(func() { c.look(looking) })
+	looks.Go(func() { c.Keep(looking) })
 	looks.Go(func() {
 		harness.WatchClock(looking, time.Second/2, func(from, to time.Time) {
 			c.open(window{why: "the computer stood still", ways: ways, from: from.Add(-5 * time.Second),
@@ -513,6 +515,8 @@ func (c *chaos) look(ctx context.Context) {
 				if w := hookless[uid]; w != nil {
 					c.close(w, now.Add(margin))
 				}
+			} else if p.Spec.NodeName == "" {
+				c.bounded("placing of "+name, now.Sub(p.CreationTimestamp.Time), now, time.Minute)
 			} else if maintenance[uid] && harness.Ready(&p) {
 				// A client may ask for the deletion until its deadline.
 				times := drain.DefaultTimes()
