@@ -139,24 +139,23 @@ func (c *Config) Check() []error {
 
 // static returns the line by which HAProxy would add no server at run time, and why.
 func (b *Backend) static() (line, why string) {
-	consistent := false
 	for _, l := range b.Lines {
-		switch f := append(strings.Fields(l), "", ""); {
-		case f[0] == "hash-type":
-			consistent = f[1] == "consistent"
-		case f[0] == "balance" && f[1] == "static-rr":
-			line, why = l, "no servers can be added at run time: use roundrobin"
-		case f[0] == "balance":
-			algorithm, _, _ := strings.Cut(f[1], "(")
-			if line, why = "", ""; slices.Contains(hashes, algorithm) {
-				line, why = l, "no servers can be added at run time: add the line hash-type consistent"
-			}
+		f := append(strings.Fields(l), "", "")
+		algorithm, _, _ := strings.Cut(f[1], "(")
+		switch {
+		case f[0] != "balance":
+		case algorithm == "static-rr":
+			return l, "no servers can be added at run time: use roundrobin"
+		case slices.Contains(hashes, algorithm) && !slices.ContainsFunc(b.Lines, consistent):
+			return l, "no servers can be added at run time: add the line hash-type consistent"
 		}
 	}
-	if consistent && !strings.Contains(line, "static-rr") {
-		return "", ""
-	}
-	return line, why
+	return "", ""
+}
+
+func consistent(line string) bool {
+	f := strings.Fields(line)
+	return len(f) > 1 && f[0] == "hash-type" && f[1] == "consistent"
 }
 
 // hashes are the values of balance that need a consistent hash for servers at run time.
