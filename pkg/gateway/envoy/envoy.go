@@ -183,12 +183,12 @@ func (r *reader) read(get func(path string, into any) error) ([]poll.Host, error
 	up, _ := time.ParseDuration(info.Uptime)
 	parent, _ := time.ParseDuration(info.Options.Parent)
 	switch {
+	case info.Options.Epoch > 0 && up <= parent+initMost:
+		return nil, fmt.Errorf("Envoy was restarted hot %s ago: its parent may send until %s", up, parent+initMost)
 	case info.State == "PRE_INITIALIZING", info.State == "INITIALIZING":
 		return nil, fmt.Errorf("Envoy is %s: %w", info.State, poll.ErrNotStarted)
 	case info.State != "LIVE" && info.State != "DRAINING":
 		return nil, fmt.Errorf("Envoy is %s", info.State)
-	case info.Options.Epoch > 0 && up <= parent+initMost:
-		return nil, fmt.Errorf("Envoy was restarted hot %s ago: its parent may send until %s", up, parent+initMost)
 	}
 	var c clusters
 	if err := get("/clusters?format=json", &c); err != nil {
