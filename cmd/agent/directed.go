@@ -73,7 +73,7 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 		}
 		director.Wake()
 		probes.Wake()
-	})
+	}, log)
 	if err != nil {
 		return err
 	}

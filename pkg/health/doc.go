@@ -20,9 +20,9 @@
 //     stands.
 //   - Identity is pod UID and ip:port. A new pod at an old address inherits nothing: it begins as
 //     [VerdictUnknown], which is usable.
-//   - Nothing is taken out because it is not listed before [Set.Synced] was called: an agent that
-//     has just started knows nothing, and must not empty the gateway. A target that is not listed
-//     yet does not count as a replacement for an excluded one either.
+//   - Nothing is taken out because it is not listed before [Set.Synced] was called for its pool: an
+//     agent that has just started knows nothing, and must not empty the gateway. A target that is
+//     not listed yet does not count as a replacement for an excluded one either.
 //   - An excluded pod is not routed, whatever EndpointSlices say, in any pool, at any address,
 //     until no holder is left. An endpoint without a pod cannot be excluded.
 //   - The last chosen target that the gateway really routes to in a pool is not taken out for an

@@ -158,7 +158,7 @@ func (s *Set) readmitIfFree(p *pod, lapsed bool) {
 func (s *Set) Of(uid UID) (state State, inFlight bool, generation string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if !s.synced || s.generation == 0 {
+	if !s.known(uid) {
 		return Unknown, false, ""
 	}
 	state = Idle
@@ -175,6 +175,13 @@ func (s *Set) Of(uid UID) (state State, inFlight bool, generation string) {
 		state, inFlight = min(state, is), inFlight || is == Removed && r.active > 0
 	}
 	return state, inFlight && state == Removed, s.generationName()
+}
+
+// known reports whether the set knows all targets of a pod, and the gateway was read.
+func (s *Set) known(uid UID) bool {
+	of := s.ofPod[uid]
+	unlisted := func(r *record) bool { return !s.listed(r.pool) }
+	return s.generation != 0 && (s.synced || len(of) > 0 && !slices.ContainsFunc(of, unlisted))
 }
 
 // Held returns the UIDs that holder excludes, sorted.
@@ -288,7 +295,7 @@ func (s *Set) Unsettled() bool {
 // judge recomputes the state of a pod's exclusion: that of its least advanced target.
 func (s *Set) judge(now time.Time, p *pod) {
 	state := Idle
-	if !s.synced || s.generation == 0 {
+	if !s.known(p.uid) {
 		state = Unknown
 	}
 	for _, r := range s.ofPod[p.uid] {

@@ -28,6 +28,8 @@ type pool struct {
 	// or, if the record is usable, to no other usable one. compareKept selects it from several
 	// candidates. nil: there is none.
 	kept *record
+	// synced: the pool has received a complete list.
+	synced bool
 	// dirty: the pool is to be settled.
 	dirty bool
 }
@@ -89,7 +91,7 @@ func (s *Set) why(r *record) Why {
 		return WhyTerminating
 	case r == r.pool.kept:
 		return WhyKept
-	case !r.is(claimed) && !s.synced:
+	case !r.is(claimed) && !s.listed(r.pool):
 		return WhyNotSynced
 	case !r.is(claimed):
 		return WhyNotReady
@@ -111,6 +113,9 @@ func (s *Set) why(r *record) Why {
 		return WhyChosen
 	}
 }
+
+// listed reports whether all claimed targets of a pool are known.
+func (s *Set) listed(p *pool) bool { return s.synced || p.synced }
 
 // done reports whether the last reading shows that want is fulfilled.
 func (s *Set) done(r *record, want Want) bool {

@@ -109,7 +109,7 @@ func naiveOf(s *Set) naive {
 				want, why = WantAbsent, WhyTerminating
 			case r == kept:
 				want, why = WantRouted, WhyKept
-			case !r.is(claimed) && s.synced:
+			case !r.is(claimed) && (s.synced || r.pool.synced):
 				want, why = WantAbsent, WhyNotReady
 			case !r.is(claimed):
 				want, why = WantUnknown, WhyNotSynced

@@ -156,19 +156,26 @@ func (s *Set) claim(r *record, yes bool) {
 	}
 }
 
-// Synced records that every pool has received a complete list. Before it, no target is taken out
-// because it is not claimed, and no exclusion without a known target counts as done.
-func (s *Set) Synced() {
+// Synced records that pools, or all if none is given, have received a complete list. Before it, no
+// target of a pool is taken out because it is not claimed, and no exclusion of a pod with a target
+// in the pool counts as done. That of a pod without a known target is done only once all pools are
+// synced. Pools that may have targets of the same pod must be synced by the same call.
+func (s *Set) Synced(pools ...Pool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if !s.synced {
+	for _, name := range pools {
+		p := s.pool(name)
+		p.synced = true
+		s.sweep(p)
+	}
+	if len(pools) == 0 && !s.synced {
 		s.synced = true
 		s.refreshAll()
 	}
 	s.settle()
 }
 
-// HasSynced reports whether Synced was called.
+// HasSynced reports whether Synced was called for all pools.
 func (s *Set) HasSynced() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -264,7 +271,7 @@ func (s *Set) Observe(now time.Time, o Observation) {
 		}
 		r := p.targets[k.Target]
 		if s.last == 1 && r.seenIn == 0 && seen.Present && !seen.Routed && !r.is(asked) && !r.excluded() &&
-			(r.is(claimed) || !s.synced) {
+			(r.is(claimed) || !s.listed(r.pool)) {
 			// An earlier agent took it out, perhaps for its health: of that agent's verdicts only
 			// the state of the gateway is left.
 			r.set(found, p.check != nil && !r.is(own))

@@ -368,6 +368,37 @@ func TestNoExclusionIsDoneBeforeSynced(t *testing.T) {
 	w.states("stranger:idle")
 }
 
+// A namespace that was deleted with its RoleBinding is never listed. The pools of others go on.
+func TestAPoolThatIsNeverSynced(t *testing.T) {
+	w := newWorld(t)
+	for _, k := range []Key{{"web", targetOf("a")}, {"web", targetOf("b")}, {"bank", targetOf("c")},
+		{"bank", targetOf("d")}} {
+		w.proxy.apply([]Op{{k, WantRouted}})
+		w.Adopt(w.now, []Key{k})
+	}
+	w.list("web", ready("b e"))
+	for _, uid := range []UID{"b", "c", "stranger"} {
+		w.exclude(uid, "r")
+	}
+	w.settle()
+	w.routed("web", "a e")
+	w.states("b:unknown c:unknown stranger:unknown")
+	w.Synced("web")
+	w.settle()
+	w.routed("web", "e")
+	w.routed("bank", "c d")
+	w.states("b:idle c:unknown stranger:unknown")
+	if w.HasSynced() {
+		t.Error("all pools count as synced")
+	}
+	w.list("bank", ready("d"))
+	w.Synced("bank")
+	w.Synced()
+	w.settle()
+	w.routed("bank", "d")
+	w.states("b:idle c:idle stranger:idle")
+}
+
 func TestNoExclusionIsDoneBeforeTheGatewayWasRead(t *testing.T) {
 	w := newWorld(t)
 	w.Synced()

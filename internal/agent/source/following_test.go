@@ -119,7 +119,7 @@ func followed(t *testing.T, test func(m *memory, r *Endpoints, wake func(),
 					following.Queued(f, time.Now())
 				}
 				director.Wake()
-			})
+			}, log)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -151,7 +151,7 @@ func TestHealthyWhileTheGatewayHasNotStarted(t *testing.T) {
 	followed(t, func(m *memory, r *Endpoints, _ func(), expect func(string, int, int)) {
 		expect("at once", 200, 200)
 		r.apply(change{slice: agenttest.Slice("web-1", "shop", "web", "10.0.0.1@a")})
-		r.apply(change{synced: true})
+		r.apply(change{synced: []health.Pool{}})
 		time.Sleep(time.Hour)
 		expect("an hour without a gateway", 200, 200)
 		m.restart()
@@ -166,7 +166,7 @@ func TestHealthFollowsTheGatewayOnly(t *testing.T) {
 	followed(t, func(m *memory, r *Endpoints, wake func(), expect func(string, int, int)) {
 		m.restart()
 		r.apply(change{slice: agenttest.Slice("web-1", "shop", "web", "10.0.0.1@a", "10.0.0.2@b")})
-		r.apply(change{synced: true})
+		r.apply(change{synced: []health.Pool{}})
 		time.Sleep(time.Minute)
 		expect("at rest", 200, 200)
 		time.Sleep(time.Hour)
@@ -220,7 +220,7 @@ func TestAHangingDirectorIsNoticed(t *testing.T) {
 	followed(t, func(m *memory, r *Endpoints, wake func(), expect func(string, int, int)) {
 		m.restart()
 		r.apply(change{slice: agenttest.Slice("web-1", "shop", "web", "10.0.0.1@a")})
-		r.apply(change{synced: true})
+		r.apply(change{synced: []health.Pool{}})
 		time.Sleep(time.Minute)
 		for name, queue := range map[string]func(){
 			"a slice": func() {

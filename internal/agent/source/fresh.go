@@ -7,6 +7,7 @@ import (
 	"time"
 
 	discovery "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/resourceversion"
@@ -87,12 +88,16 @@ func (h *Heard) Missing(namespace string, list *discovery.EndpointSliceList) (st
 // bookmark comes once a minute, and a reflector does not report that it opens its watch again. So
 // Fresh gets an up-to-date list from the API server, not one from a cache of unknown age, and waits
 // until the watch has delivered each slice of it, or a newer version. If a slice is deleted during
-// that, Fresh fails by its deadline, and the next call succeeds.
+// that, Fresh fails by its deadline, and the next call succeeds. A namespace of which the agent was
+// never allowed to list anything does not count.
 func (r *Endpoints) Fresh(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, FreshTimeout)
 	defer cancel()
-	for namespace := range r.watches {
+	for namespace, w := range r.watches {
 		list, err := r.kube.DiscoveryV1().EndpointSlices(namespace).List(ctx, metav1.ListOptions{})
+		if apierrors.IsForbidden(err) && !w.HasSynced() {
+			continue // nothing that is known of it can be old
+		}
 		if err != nil {
 			return fmt.Errorf("list EndpointSlices of namespace %s: %w", namespace, err)
 		}

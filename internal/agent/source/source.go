@@ -5,6 +5,7 @@ package source
 import (
 	"cmp"
 	"context"
+	"log/slog"
 	"maps"
 	"slices"
 	"sync"
@@ -40,8 +41,8 @@ type Endpoints struct {
 	isSynced atomic.Bool
 	// heard is what the watch has delivered, for Fresh and for the names of pods.
 	heard Heard
-	// told is called after targets of some families have changed in the set, or after the set has
-	// synced.
+	// told is called after targets of some families have changed in the set, or after pools of it
+	// have synced.
 	told func([]serving.Family)
 	// watches are the watches, by namespace.
 	watches map[string]*watch.Watch
@@ -52,8 +53,9 @@ type change struct {
 	at    time.Time
 	slice *discovery.EndpointSlice
 	gone  bool
-	// synced marks the end of the first list.
-	synced bool
+	// synced, if not nil, are the pools whose first list ends here: those of a namespace. If it is
+	// empty, all first lists have ended. Such a change has no other content.
+	synced []health.Pool
 	// reached, if not nil, is closed when the change is processed. Such a change has no other
 	// content.
 	reached chan struct{}
@@ -71,9 +73,9 @@ func Ports(routes []gateway.Route) map[health.Pool]endpoints.Port {
 
 // New returns the source of set's targets: those of ports. Changes after the first list are delayed
 // by lag. told is called after the set was told of changes of targets of some families, or, without
-// any, that it knows the first list. It must not block.
+// any, that it knows the first list of a namespace. It must not block.
 func New(kube kubernetes.Interface, ports map[health.Pool]endpoints.Port, lag time.Duration, set *health.Set,
-	told func([]serving.Family)) (*Endpoints, error) {
+	told func([]serving.Family), log *slog.Logger) (*Endpoints, error) {
 	r := &Endpoints{
 		kube: kube, lag: lag, set: set, index: endpoints.NewIndex(), pools: map[endpoints.Port][]health.Pool{},
 		changes: make(chan change, backlog), ended: make(chan struct{}),
@@ -93,6 +95,10 @@ func New(kube kubernetes.Interface, ports map[health.Pool]endpoints.Port, lag ti
 			Changed: func(was, is *discovery.EndpointSlice) {
 				r.push(change{slice: cmp.Or(is, was), gone: is == nil})
 			},
+			Trouble: func(err error) {
+				log.Warn("EndpointSlices cannot be watched: the pools that they feed stay as they are",
+					"namespace", namespace, "error", err)
+			},
 		})
 		if err != nil {
 			return nil, err
@@ -102,7 +108,7 @@ func New(kube kubernetes.Interface, ports map[health.Pool]endpoints.Port, lag ti
 	return r, nil
 }
 
-// Synced reports whether the first complete list has been handed to the set.
+// Synced reports whether the first lists of all namespaces have been handed to the set.
 func (r *Endpoints) Synced() bool { return r.isSynced.Load() }
 
 // Unlisted returns the namespaces whose first list has not arrived, sorted.
@@ -125,12 +131,18 @@ func (r *Endpoints) Run(ctx context.Context) error {
 		wg.Go(func() { _ = w.Run(ctx) }) // it has no error
 	}
 	wg.Go(func() {
-		for _, w := range r.watches {
-			if !w.Synced(ctx) {
-				return
-			}
+		var listed sync.WaitGroup
+		for namespace, w := range r.watches {
+			listed.Go(func() {
+				if w.Synced(ctx) {
+					r.send(ctx, change{at: time.Now(), synced: r.poolsOf(namespace)})
+				}
+			})
 		}
-		r.send(ctx, change{at: time.Now(), synced: true})
+		listed.Wait()
+		if ctx.Err() == nil {
+			r.send(ctx, change{at: time.Now(), synced: []health.Pool{}})
+		}
 	})
 	for {
 		select {
@@ -147,6 +159,16 @@ func (r *Endpoints) Run(ctx context.Context) error {
 			r.apply(c)
 		}
 	}
+}
+
+// poolsOf returns the pools that the Services of a namespace feed.
+func (r *Endpoints) poolsOf(namespace string) (pools []health.Pool) {
+	for port, of := range r.pools {
+		if port.Service.Namespace == namespace {
+			pools = append(pools, of...)
+		}
+	}
+	return pools
 }
 
 func (r *Endpoints) push(c change) {
@@ -168,9 +190,9 @@ func (r *Endpoints) send(ctx context.Context, c change) {
 // apply takes in one change.
 func (r *Endpoints) apply(c change) {
 	now := time.Now()
-	if c.synced {
-		r.set.Synced()
-		r.isSynced.Store(true)
+	if c.synced != nil {
+		r.set.Synced(c.synced...)
+		r.isSynced.Store(len(c.synced) == 0)
 		r.told(nil)
 		return
 	}

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
+	"net/netip"
 	"slices"
 	"strings"
 	"testing"
@@ -27,7 +29,7 @@ import (
 func newEndpoints(t *testing.T, kube kubernetes.Interface, lag time.Duration, set *health.Set,
 	routes ...gateway.Route) *Endpoints {
 	t.Helper()
-	r, err := New(kube, Ports(routes), lag, set, func([]serving.Family) {})
+	r, err := New(kube, Ports(routes), lag, set, func([]serving.Family) {}, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -46,23 +48,51 @@ func claims(set *health.Set) string {
 	return strings.Join(all, " ")
 }
 
-// /readyz names what an agent waits for: one namespace that it may not list keeps it from all.
-func TestUnlistedNamespacesAreNamed(t *testing.T) {
+// /readyz names a namespace that the agent may not list: the tenant has deleted it, and with it the
+// RoleBinding. The pools of the others go on, and their expiries end.
+func TestANamespaceThatMayNotBeListed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		kube := fake.NewClientset()
+		web := agenttest.Slice("web-1", "shop", "web", "10.0.0.1@a")
+		web.ResourceVersion = "7"
+		kube := fake.NewClientset(web)
+		forbidden := true
 		kube.PrependReactor("list", "endpointslices", func(a ktesting.Action) (bool, runtime.Object, error) {
 			err := apierrors.NewForbidden(discovery.Resource("endpointslices"), "", errors.New("no binding"))
-			return a.GetNamespace() == "bank", nil, err
+			return a.GetNamespace() == "bank" && forbidden, nil, err
 		})
-		r := newEndpoints(t, kube, 0, health.New(health.Options{}), gateway.Route{Service: "shop/web", Pool: "web"},
+		set := health.New(health.Options{})
+		r := newEndpoints(t, kube, 0, set, gateway.Route{Service: "shop/web", Pool: "web"},
 			gateway.Route{Service: "bank/web", Pool: "bank"})
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan error)
 		go func() { ended <- r.Run(ctx) }()
 		time.Sleep(time.Minute)
 		synctest.Wait()
-		if got := r.Unlisted(); !slices.Equal(got, []string{"bank"}) || r.Synced() {
+		if got := r.Unlisted(); !slices.Equal(got, []string{"bank"}) || r.Synced() || set.HasSynced() {
 			t.Errorf("not listed are %q, synced %t", got, r.Synced())
+		}
+		set.Exclude(time.Now(), "a", "r", time.Now(), time.Now().Add(time.Hour))
+		a := health.Target{UID: "a", Addr: netip.MustParseAddrPort("10.0.0.1:80")}
+		for range 2 {
+			time.Sleep(time.Second)
+			set.Observe(time.Now(), health.Observation{Generation: "g", At: time.Now(),
+				Seen: map[health.Key]health.Seen{{Pool: "web", Target: a}: {Present: true}}})
+		}
+		if state, _, _ := set.Of("a"); state != health.Idle {
+			t.Errorf("a pod of a namespace that is listed is %s, want idle", state)
+		}
+		if err := r.Fresh(ctx); err != nil {
+			t.Error(err)
+		}
+		forbidden = false
+		time.Sleep(3 * time.Minute)
+		synctest.Wait()
+		if !r.Synced() || !set.HasSynced() {
+			t.Error("the namespace is not listed once it may be")
+		}
+		forbidden = true
+		if err := r.Fresh(ctx); !apierrors.IsForbidden(err) {
+			t.Errorf("what is known of the namespace may be old: %v", err)
 		}
 		cancel()
 		if err := <-ended; err != nil {
@@ -94,7 +124,7 @@ func TestEndpointsFollowEndpointSlices(t *testing.T) {
 		if !r.Synced() {
 			t.Fatal("the first list is not handed on")
 		}
-		expect("web:3") // one of them is no pod
+		expect("api:0 web:3") // one of them is no pod
 		slicesOf := kube.DiscoveryV1().EndpointSlices("shop")
 		// Another Service's from now on.
 		if _, err := slicesOf.Update(ctx, agenttest.Slice("web-2", "shop", "api", "10.0.0.2@b"),
