@@ -90,6 +90,11 @@ type agent struct {
 	dead map[drain.UID]bool
 	// heard is what the watch has brought last.
 	heard *source.Heard
+	// barred is the namespace that it may not list for the time being, and withheld what it would
+	// know of its Services. synced: its watch has listed all others.
+	barred   string
+	withheld map[int]slice
+	synced   bool
 }
 
 // propagation is what no check looks at.
@@ -145,6 +150,7 @@ func (a *agent) start() {
 	a.hooks, a.broken = nil, nil
 	a.dead, a.expiries, a.heard = map[drain.UID]bool{}, map[drain.UID]map[string]time.Time{}, &source.Heard{}
 	a.programming, a.learned, a.unlearned = false, false, false
+	a.barred, a.withheld, a.synced = "", nil, false
 	a.stepping, a.poked, a.generation = false, false, ""
 	a.set = health.New(health.Options{})
 	a.log("starts")
@@ -198,12 +204,53 @@ func (a *agent) direct() {
 	w.after(&a.proc, time.Millisecond, a.persist)
 	a.lapse()
 	w.after(&a.proc, w.between(5*time.Millisecond, 300*time.Millisecond), func() {
-		w.api.list(a.watch, func() { a.set.Synced(); a.log("has synced"); a.wake() })
+		w.api.list(a.watch, func() { a.synced = true; a.sync() })
 	})
+	if w.namespaces() && w.chance(300) {
+		a.barred = service(2 * w.rng.IntN(2)).Namespace
+		a.log("may not list %s", a.barred)
+		w.after(&a.proc, w.between(time.Second, 40*time.Second), a.allow)
+	}
 	if w.checked {
 		a.set.SetCheck(a.now(), pool(0), check)
 		a.probe()
 	}
+}
+
+// sync is the end of the first lists in Endpoints.Run.
+func (a *agent) sync() {
+	if !a.synced {
+		return
+	}
+	var listed []health.Pool
+	for i := range a.w.api.services {
+		if service(i).Namespace != a.barred {
+			listed = append(listed, pool(i))
+		}
+	}
+	a.set.Synced(listed...)
+	if a.barred == "" {
+		a.set.Synced()
+	}
+	a.log("has synced %v", listed)
+	a.wake()
+}
+
+// bars reports whether it may not list the namespace whose Service feeds a pool.
+func (a *agent) bars(p health.Pool) bool {
+	return slices.ContainsFunc([]int{0, 1, 2}, func(i int) bool {
+		return pool(i) == p && service(i).Namespace == a.barred
+	})
+}
+
+// allow gives it back the right to list a namespace.
+func (a *agent) allow() {
+	a.barred = ""
+	for _, i := range sorted(a.withheld) {
+		a.watch.slice(i, a.withheld[i])
+	}
+	a.withheld = nil
+	a.sync()
 }
 
 // check is how the targets of the first pool are probed, in worlds where they are.
@@ -338,6 +385,9 @@ func (a *agent) fresh(then func(error)) {
 	w.send(&a.proc, &w.api.node, nil, 0, func() {
 		listed := map[string]*discovery.EndpointSliceList{}
 		for _, i := range a.services {
+			if service(i).Namespace == a.barred {
+				continue
+			}
 			listed[service(i).Namespace] = w.api.inNamespace(service(i).Namespace)
 		}
 		w.send(&w.api.node, &a.proc, nil, 0, func() {
@@ -635,11 +685,18 @@ func (w *world) addAgent(lag time.Duration, population string) {
 		a.services = slices.DeleteFunc([]int{0, 1, 2}, func(i int) bool { return service(i).Namespace != a.right })
 	}
 	a.gw = newGateway(w, a)
-	a.watch = &watcher{p: &a.proc, slice: func(service int, s slice) {
-		if slices.Contains(a.services, service) && a.kernel == nil {
-			a.sliceSeen(service, s)
+	a.watch = &watcher{p: &a.proc, slice: func(i int, s slice) {
+		if service(i).Namespace == a.barred {
+			if a.withheld == nil {
+				a.withheld = map[int]slice{}
+			}
+			a.withheld[i] = s
+			return
 		}
-		a.heard.Record(s.object(service), false)
+		if slices.Contains(a.services, i) && a.kernel == nil {
+			a.sliceSeen(i, s)
+		}
+		a.heard.Record(s.object(i), false)
 	}}
 	w.api.watchers = append(w.api.watchers, a.watch)
 	w.agents = append(w.agents, a)

@@ -42,7 +42,8 @@ const (
 	// checkExcludedName: a gateway is asked to route to a pod on which a holder has an expiry, and
 	// which need not be kept.
 	checkExcludedName = "excluded"
-	// checkEmptied: an agent took out the last target of a living pod in a pool.
+	// checkEmptied: an agent took out the last target of a living pod in a pool, or one of a
+	// namespace that it may not list.
 	checkEmptied = "emptied"
 	// checkGaveUp: a client gave up, as client-go does after ten retries, before the drain let it
 	// through.
@@ -295,10 +296,13 @@ func (a *agent) checkTruth(sampled time.Duration) {
 // checkOps looks at what an agent is about to ask of its gateway.
 func (a *agent) checkOps(ops []health.Op) {
 	for _, op := range ops {
+		uid := op.Key.Target.UID
+		if op.Want == health.WantAbsent && a.bars(op.Key.Pool) && !a.w.api.find(uid).terminating {
+			a.w.fail(checkEmptied, "%s asks for %s, and may not list its namespace", a.name, op)
+		}
 		if op.Want != health.WantRouted {
 			continue
 		}
-		uid := op.Key.Target.UID
 		if a.dead[uid] {
 			a.w.fail(checkDeadName, "%s asks for %s, and has seen the pod terminating", a.name, op)
 		}
