@@ -61,7 +61,7 @@ func TestProgressOfEachFamily(t *testing.T) {
 				var late []string
 				for _, f := range serving.Families {
 					if !report.Status[f].Healthy {
-						late = append(late, f.String())
+						late = append(late, string(f))
 					}
 				}
 				if got := strings.Join(late, " "); got != c.late {

@@ -31,16 +31,16 @@ import (
 	"time"
 )
 
-// Family is an IP family.
-type Family uint8
+// Family is an IP family, by the name that Kubernetes gives it.
+type Family string
 
 const (
 	// Unknown is the zero value. Nothing is ever queued for it.
-	Unknown Family = iota
+	Unknown Family = ""
 	// IPv4 is the family of 10.0.0.1, and of ::ffff:10.0.0.1.
-	IPv4
+	IPv4 Family = "IPv4"
 	// IPv6 is the family of fd00::1.
-	IPv6
+	IPv6 Family = "IPv6"
 )
 
 // Families are the IP families.
@@ -57,21 +57,6 @@ func Of(addr netip.Addr) Family {
 		return IPv6
 	}
 }
-
-// String prints the family as Kubernetes does: IPv4.
-func (f Family) String() string {
-	switch f {
-	case IPv4:
-		return "IPv4"
-	case IPv6:
-		return "IPv6"
-	default:
-		return "unknown"
-	}
-}
-
-// MarshalText implements encoding.TextMarshaler: a family is a key in a [Report].
-func (f Family) MarshalText() ([]byte, error) { return []byte(f.String()), nil }
 
 // Report is the body of both answers. The names are kube-proxy's.
 type Report struct {

@@ -167,7 +167,7 @@ func TestWhoeverAsksIsTold(t *testing.T) {
 			var got []string
 			for f, s := range live.Status {
 				if !s.Healthy {
-					got = append(got, f.String())
+					got = append(got, string(f))
 				}
 			}
 			if slices.Sort(got); !slices.Equal(got, c.late) {
