@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"hash/fnv"
 	"io"
-	"net/http"
 	"slices"
 	"time"
 
@@ -69,19 +68,8 @@ func (r *replica) barrier(ctx context.Context, b wire.BarrierRequest) (passed wi
 	defer cancel()
 	defer context.AfterFunc(open, cancel)()
 	b.Session = session.Hello.Session
-	if err := r.exchangeJSON(ctx, wire.BarriersPath, b, &passed); err != nil {
+	if err := r.exchange(ctx, wire.BarriersPath, b, &passed); err != nil {
 		return passed, fmt.Errorf("barrier of pod %s: %w", b.Pod, err)
 	}
 	return passed, nil
-}
-
-// exchangeJSON is send without a time limit of its own.
-func (r *replica) exchangeJSON(ctx context.Context, path string, body, result any) error {
-	request, err := r.encode(ctx, http.MethodPost, path, body)
-	if err != nil {
-		return err
-	}
-	err = r.exchange(request, result)
-	r.client.Observer.Posted(path, err)
-	return err
 }

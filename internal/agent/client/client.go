@@ -15,6 +15,7 @@
 package client
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"encoding/json"
@@ -367,7 +368,7 @@ func (r *replica) stream(ctx context.Context) error {
 	into, _ := response.Body.(io.Writer)
 	// The connection is no longer the transport's, which would close it.
 	defer context.AfterFunc(ctx, func() { response.Body.Close() })()
-	lines := newLines(response.Body)
+	lines := lines{bufio.NewReader(response.Body)}
 	first, err := lines.next()
 	if err != nil {
 		return cause(ctx, fmt.Errorf("read hello: %w", err))
@@ -420,7 +421,7 @@ func (r *replica) write(into io.Writer, lines []byte, lost context.CancelCauseFu
 
 // receive carries out the messages of the stream until it ends. It calls heard at each message, and
 // complete once, when the list of open drains is complete.
-func (r *replica) receive(session *Session, lines *lines, heard, complete func()) error {
+func (r *replica) receive(session *Session, lines lines, heard, complete func()) error {
 	changed := false
 	for {
 		m, err := lines.next()
@@ -501,23 +502,21 @@ func (r *replica) declare(ctx context.Context, session *Session, d wire.Declarat
 func (r *replica) send(ctx context.Context, path string, body, result any) error {
 	ctx, cancel := context.WithTimeout(ctx, PostTimeout)
 	defer cancel()
-	return r.exchangeJSON(ctx, path, body, result)
+	return r.exchange(ctx, path, body, result)
 }
 
-func (r *replica) encode(ctx context.Context, method, path string, body any) (*http.Request, error) {
+// exchange is send without a time limit of its own.
+func (r *replica) exchange(ctx context.Context, path string, body, result any) (err error) {
 	encoded, err := json.Marshal(body)
 	if err != nil {
-		return nil, fmt.Errorf("encode for %s: %w", path, err)
+		return fmt.Errorf("encode for %s: %w", path, err)
 	}
-	request, err := r.request(ctx, method, path, bytes.NewReader(encoded))
+	request, err := r.request(ctx, http.MethodPost, path, bytes.NewReader(encoded))
 	if err != nil {
-		return nil, err
+		return err
 	}
 	request.Header.Set("Content-Type", "application/json")
-	return request, nil
-}
-
-func (r *replica) exchange(request *http.Request, result any) error {
+	defer func() { r.client.Observer.Posted(path, err) }()
 	response, err := r.client.HTTP.Do(request)
 	if err != nil {
 		return err

@@ -943,7 +943,7 @@ func FuzzLines(f *testing.F) {
 	f.Add([]byte(`{"type":"releases","releases":{"uids":["a"],"terminating":true}}`))
 	f.Add([]byte("{\"type\":\"drains\",\"drains\":{\"since\":\"0000-01-01T00:00:00Z\"}}\r\n[]"))
 	f.Fuzz(func(t *testing.T, text []byte) {
-		lines := newLines(bytes.NewReader(text))
+		lines := lines{bufio.NewReader(bytes.NewReader(text))}
 		for range bytes.Count(text, []byte("\n")) + 1 {
 			m, err := lines.next()
 			if err != nil {

@@ -4,57 +4,30 @@ import (
 	"bufio"
 	"encoding/json"
 	"fmt"
-	"io"
 
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
 // lines reads the messages of a stream.
-type lines struct {
-	scanner *bufio.Scanner
-	from    counted
-	// taken counts the bytes of the lines that were returned.
-	taken int
-}
-
-// counted counts the bytes that were read.
-type counted struct {
-	io.Reader
-	read int
-}
-
-func (c *counted) Read(into []byte) (int, error) {
-	n, err := c.Reader.Read(into)
-	c.read += n
-	return n, err
-}
-
-func newLines(r io.Reader) *lines {
-	l := &lines{from: counted{Reader: r}}
-	l.scanner = bufio.NewScanner(&l.from)
-	l.scanner.Buffer(nil, maxLine)
-	l.scanner.Split(func(data []byte, end bool) (int, []byte, error) {
-		n, line, err := bufio.ScanLines(data, end)
-		l.taken += n
-		return n, line, err
-	})
-	return l
-}
+type lines struct{ *bufio.Reader }
 
 // more reports whether bytes that arrived with the last message are still to be read.
-func (l *lines) more() bool { return l.from.read > l.taken }
+func (l lines) more() bool { return l.Buffered() > 0 }
 
 // next returns the next message. At the end of the stream the error is [io.EOF].
-func (l *lines) next() (wire.Message, error) {
-	var m wire.Message
-	if !l.scanner.Scan() {
-		if err := l.scanner.Err(); err != nil {
+func (l lines) next() (m wire.Message, err error) {
+	var line []byte
+	for more := true; more; {
+		var part []byte
+		if part, more, err = l.ReadLine(); err != nil {
 			return m, err
 		}
-		return m, io.EOF
+		if line = append(line, part...); len(line) > maxLine {
+			return m, bufio.ErrTooLong
+		}
 	}
-	if err := json.Unmarshal(l.scanner.Bytes(), &m); err != nil {
-		return m, fmt.Errorf("message %.200q: %w", l.scanner.Text(), err)
+	if err := json.Unmarshal(line, &m); err != nil {
+		return m, fmt.Errorf("message %.200q: %w", line, err)
 	}
 	return m, nil
 }
