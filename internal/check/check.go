@@ -7,7 +7,6 @@ import (
 	"cmp"
 	"context"
 	"crypto/x509"
-	"encoding/pem"
 	"errors"
 	"fmt"
 	"maps"
@@ -24,6 +23,7 @@ import (
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/version"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/util/cert"
 	"k8s.io/utils/ptr"
 
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
@@ -419,19 +419,7 @@ func bundle(text []byte) (*x509.CertPool, error) {
 	if len(text) == 0 {
 		return nil, nil
 	}
-	pool, n := x509.NewCertPool(), 0
-	for block, rest := pem.Decode(text); block != nil; block, rest = pem.Decode(rest) {
-		c, err := x509.ParseCertificate(block.Bytes)
-		if err != nil {
-			return nil, err
-		}
-		pool.AddCert(c)
-		n++
-	}
-	if n == 0 {
-		return nil, fmt.Errorf("it has no certificate")
-	}
-	return pool, nil
+	return cert.NewPoolFromBytes(text)
 }
 
 // barrier judges the second gate: its webhook, its hooks, and the node agents that answer them.

@@ -208,7 +208,7 @@ func TestFindings(t *testing.T) {
 		"no CA": {func(f *Facts) { f.Entries[0].Client.CABundle = nil },
 			[]string{entry0 + "certificate signed by unknown authority"}},
 		"a CA that is none": {func(f *Facts) { f.Entries[0].Client.CABundle = []byte("none") },
-			[]string{entry0 + "caBundle cannot be used: it has no certificate"}},
+			[]string{entry0 + "caBundle cannot be used: data does not contain any valid"}},
 		"another name": {func(f *Facts) {
 			f.Entries[0].Client = admissionv1.WebhookClientConfig{CABundle: f.Entries[0].Client.CABundle,
 				URL: ptr.To("https://10.0.0.1:9443/v1/admit/s3cret")}
