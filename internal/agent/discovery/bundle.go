@@ -22,11 +22,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
-const (
-	// connectTimeout bounds a TCP handshake with a coordinator, handshakeTimeout a TLS handshake.
-	connectTimeout   = 3 * time.Second
-	handshakeTimeout = 3 * time.Second
-)
+// dialTimeout bounds the TCP and the TLS handshake with a coordinator together.
+const dialTimeout = 5 * time.Second
 
 // caKey is the key of the certificates in the ConfigMap.
 const caKey = "ca.crt"
@@ -121,17 +118,7 @@ func (r *Bundle) dial(ctx context.Context, network, address string) (net.Conn, e
 	if pool == nil {
 		return nil, fmt.Errorf("no CA bundle for coordinators yet: ConfigMap %s", r.conf.CAConfigMap)
 	}
-	ctx, cancel := context.WithTimeout(ctx, connectTimeout+handshakeTimeout)
-	defer cancel()
-	conn, err := (&net.Dialer{Timeout: connectTimeout}).DialContext(ctx, network, address)
-	if err != nil {
-		return nil, err
-	}
-	secure := tls.Client(conn, &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool, ServerName: r.conf.ServerName,
-		NextProtos: []string{"http/1.1"}})
-	if err := secure.HandshakeContext(ctx); err != nil {
-		conn.Close()
-		return nil, err
-	}
-	return secure, nil
+	secure := tls.Dialer{NetDialer: &net.Dialer{Timeout: dialTimeout}, Config: &tls.Config{MinVersion: tls.VersionTLS12,
+		RootCAs: pool, ServerName: r.conf.ServerName, NextProtos: []string{"http/1.1"}}}
+	return secure.DialContext(ctx, network, address)
 }
