@@ -73,7 +73,7 @@ func TestMergeOfDrains(t *testing.T) {
 	var got []string
 	for _, d := range w.Drains {
 		got = append(got, fmt.Sprintf("%s %s %s/%s %s: %s", d.Pod, d.Phase, seconds(d.AgeSeconds),
-			seconds(d.RemainingSeconds), strings.Join(d.Coordinators, "+"), d.waitsFor(5)))
+			seconds(d.RemainingSeconds), strings.Join(d.Coordinators, "+"), waitsFor(d.Drain, 5)))
 	}
 	want := []string{
 		"a Unrouting 8.0s/22s one+two: hap (unknown), third (routing)",
@@ -91,7 +91,7 @@ func TestMergeOfDrains(t *testing.T) {
 		said("two", 3610, drainOf("a", "Unrouting", 3602, "hap unknown", "third routing")),
 		said("one", 10, drainOf("a", "Quiescing", 4, "hap removed", "other idle")),
 	})
-	if d := other.Drains[0]; d.Phase != "Unrouting" || d.waitsFor(5) != "hap (unknown), third (routing)" ||
+	if d := other.Drains[0]; d.Phase != "Unrouting" || waitsFor(d.Drain, 5) != "hap (unknown), third (routing)" ||
 		d.AgeSeconds != 8 || len(d.Reports) != 3 {
 		t.Errorf("in another order: %+v", d)
 	}
@@ -152,18 +152,18 @@ func TestWaitsFor(t *testing.T) {
 	d := oneDrain{Drain: drainOf("a", "Unrouting", 0, "one unknown", "two routing", "three removed", "four idle")}
 	d.Reports[0].Connected, d.Reports[1].Suspended = false, true
 	d.Waiting = 2 // not for the suspended one
-	if got, want := d.waitsFor(5), "one (not connected), three (removed)"; got != want {
+	if got, want := waitsFor(d.Drain, 5), "one (not connected), three (removed)"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
 	d.Waiting = 40 // more than are listed
 	for most, want := range map[int]string{1: "one (not connected), and 39 more",
 		2: "one (not connected), three (removed), and 38 more"} {
-		if got := d.waitsFor(most); got != want {
+		if got := waitsFor(d.Drain, most); got != want {
 			t.Errorf("%q, want %q", got, want)
 		}
 	}
 	d.Reports = d.Reports[1:2] // suspended ones have taken the places of the others
-	if got, want := d.waitsFor(2), "40 agents"; got != want {
+	if got, want := waitsFor(d.Drain, 2), "40 agents"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
 }
@@ -329,8 +329,9 @@ func TestStatusOfWhatIsNotListed(t *testing.T) {
 	}
 	w := merge([]answer[api.View]{
 		{replica: &replica{name: "one"}, said: api.View{Agents: agents(3, "a", "b"),
-			Drains:   api.Drains{Open: 300},
-			Barriers: api.Barriers{Open: 150, Waiting: 40, Items: []api.OpenBarrier{{UID: "x", Phase: "Released"}}}}},
+			Drains: api.Drains{Open: 300},
+			Barriers: api.Barriers{Open: 150, Waiting: 40, Items: []api.OpenBarrier{{Drain: api.Drain{UID: "x",
+				Phase: "Released"}}}}}},
 		{replica: &replica{name: "two"}, said: api.View{Agents: agents(3, "b")}},
 		{replica: &replica{name: "three"}, said: api.View{Agents: agents(1, "a")}},
 		{replica: &replica{name: "silent"}, err: errors.New("it does not answer")},
@@ -595,11 +596,11 @@ func TestVersions(t *testing.T) {
 func TestStatusTellsOfBarriersAndHealth(t *testing.T) {
 	now := time.Now()
 	barrier := func(phase string, since time.Duration) api.OpenBarrier {
-		return api.OpenBarrier{Namespace: "shop", Pod: "web-1", UID: "u", Phase: phase,
-			Since: now.Add(-3 * time.Second), PhaseSince: now.Add(-since), Hook: "exec", Waiting: 1, StatedSeconds: 25,
-			StatedUntil: now.Add(22 * time.Second),
+		return api.OpenBarrier{Drain: api.Drain{Namespace: "shop", Pod: "web-1", UID: "u", Phase: phase,
+			Since: now.Add(-3 * time.Second), PhaseSince: now.Add(-since), Waiting: 1,
 			Reports: []api.AgentReport{{Agent: "lameduck-node/b", State: "routing", Connected: true},
-				{Agent: "lameduck-node/a", State: "idle", Connected: true}}}
+				{Agent: "lameduck-node/a", State: "idle", Connected: true}}},
+			Hook: "exec", StatedSeconds: 25, StatedUntil: now.Add(22 * time.Second)}
 	}
 	service := func(name string, open, unwell int) api.ServiceHealth {
 		return api.ServiceHealth{Namespace: "shop", Name: name, Gateways: 3, FailingOpen: open, Unwell: unwell,

@@ -183,7 +183,7 @@ func in(drains []oneDrain, namespace string) []oneDrain {
 }
 
 // waitsFor names the agents that a drain waits for, with their reported states.
-func (d oneDrain) waitsFor(most int) string {
+func waitsFor(d api.Drain, most int) string {
 	switch d.Phase {
 	case "Released":
 		return "nothing (" + d.Reason + ")"

@@ -215,8 +215,7 @@ func writeMore(more int, what string, out io.Writer) {
 func writeBarriers(w whole, now time.Time, out io.Writer) {
 	var rows [][]string
 	for _, b := range w.Barriers {
-		d := oneDrain{Drain: api.Drain{Phase: b.Phase, Reason: b.Reason, Reports: b.Reports, Waiting: b.Waiting}}
-		waits := d.waitsFor(2)
+		waits := waitsFor(b.Drain, 2)
 		if b.Phase != "Released" && b.StatedUntil.After(now) {
 			waits += ", and a stated wait of " + seconds(b.StatedSeconds)
 		}
@@ -351,7 +350,7 @@ func writeDrains(list []oneDrain, wide bool, out io.Writer) {
 	var rows [][]string
 	for _, d := range list {
 		row := []string{d.Namespace, d.Pod, d.Phase, seconds(d.AgeSeconds), seconds(d.RemainingSeconds),
-			d.waitsFor(named)}
+			waitsFor(d.Drain, named)}
 		if wide {
 			row = append(row, count(d.Owed), strings.Join(d.Coordinators, ","), d.UID)
 		}
@@ -556,7 +555,7 @@ func watchDrains(ctx context.Context, o options, all replicas, out, stderr io.Wr
 		open := map[string]bool{}
 		for _, d := range in(w.Drains, o.namespace) {
 			open[d.UID], ended[d.UID] = true, false
-			if sign := d.Phase + " " + d.waitsFor(20); shown[d.UID] != sign {
+			if sign := d.Phase + " " + waitsFor(d.Drain, 20); shown[d.UID] != sign {
 				shown[d.UID] = sign
 				events = append(events, event{kind("DrainEvent"), "drain", d})
 			}
@@ -575,7 +574,7 @@ func watchDrains(ctx context.Context, o options, all replicas, out, stderr io.Wr
 			if o.output == "json" {
 				err = json.NewEncoder(out).Encode(e)
 			} else if d, ok := e.Object.(oneDrain); ok {
-				_, err = fmt.Fprintf(out, line, d.Namespace, d.Pod, d.Phase, seconds(d.AgeSeconds), d.waitsFor(2))
+				_, err = fmt.Fprintf(out, line, d.Namespace, d.Pod, d.Phase, seconds(d.AgeSeconds), waitsFor(d.Drain, 2))
 			} else {
 				d := e.Object.(oneOutcome)
 				_, err = fmt.Fprintf(out, line, d.Namespace, d.Pod, d.Reason, d.took(),

@@ -65,12 +65,10 @@ func (c *Coordinator) barrierOf(uid drain.UID) (b api.OpenBarrier, ok bool) {
 		return b, false
 	}
 	b = api.OpenBarrier{
-		Namespace: is.Pod.Namespace, Pod: is.Pod.Name, UID: string(is.Pod.UID), Phase: is.Phase.String(),
-		PhaseSince: c.seen.barrierSeen(now, is.Status).at, Reason: is.Reason.String(), Since: is.Since,
-		Deadline: is.Deadline, AskedBy: is.ByName, Owed: is.Owed, Waiting: len(is.Waiting),
-		Reports: c.seen.reports(is.Reports), StatedSeconds: is.Stated.Seconds(), Cut: is.Cut,
+		Drain: c.seen.drain(is), AskedBy: is.ByName, StatedSeconds: is.Stated.Seconds(), Cut: is.Cut,
 		Last: is.Last || is.LastHere, Sampled: is.Sampled, Uncovered: []string{},
 	}
+	b.PhaseSince = c.seen.barrierSeen(now, is.Status).at
 	if is.Stated > 0 {
 		b.StatedUntil = is.Since.Add(is.Stated)
 	}

@@ -338,26 +338,27 @@ func (c *Coordinator) drain(uid drain.UID, reports int) (d api.Drain, ok bool) {
 	is, _ := c.core.Ledger.View(now, drain.AtHold, uid, reports)
 	c.core.observe(is.Status) // time alone may have changed it
 	c.settle()
-	d = api.Drain{
-		Namespace: is.Pod.Namespace, Pod: is.Pod.Name, UID: string(is.Pod.UID), Phase: is.Phase.String(),
-		Reason: is.Reason.String(), Since: is.Since, Deadline: is.Deadline, Owed: is.Owed, Waiting: len(is.Waiting),
-		Reports: c.seen.reports(is.Reports),
-	}
+	d = c.seen.drain(is)
 	if course := c.seen.open[uid]; course != nil {
 		d.PhaseSince, d.Told = course.at, course.told
 	}
 	return d, is.Waits() || is.Phase == drain.Released
 }
 
-// reports returns reports with the kinds of the agents' gateways.
-func (h *history) reports(reports []drain.AgentReport) []api.AgentReport {
-	all := []api.AgentReport{}
-	for _, r := range reports {
-		all = append(all, api.AgentReport{Agent: r.Name, Gateway: h.gateway(r.Agent), State: r.State.String(),
-			Since: r.Since, Received: r.Received, Connected: r.Connected,
+// drain returns what operators see of a drain at either gate, with the kinds of the agents'
+// gateways.
+func (h *history) drain(is drain.View) api.Drain {
+	d := api.Drain{
+		Namespace: is.Pod.Namespace, Pod: is.Pod.Name, UID: string(is.Pod.UID), Phase: is.Phase.String(),
+		Reason: is.Reason.String(), Since: is.Since, Deadline: is.Deadline, Owed: is.Owed, Waiting: len(is.Waiting),
+		Reports: []api.AgentReport{},
+	}
+	for _, r := range is.Reports {
+		d.Reports = append(d.Reports, api.AgentReport{Agent: r.Name, Gateway: h.gateway(r.Agent),
+			State: r.State.String(), Since: r.Since, Received: r.Received, Connected: r.Connected,
 			Suspended: r.Suspended})
 	}
-	return all
+	return d
 }
 
 // agent, called with the lock, returns k with its introduction and its performance since.

@@ -170,8 +170,8 @@ func TestTheBarrierIsExplained(t *testing.T) {
 func TestBarriersOverHTTP(t *testing.T) {
 	w := &world{}
 	now := time.Now()
-	w.view.Barriers = api.Barriers{Open: 3, Hooks: 2, Items: []api.OpenBarrier{{Namespace: "shop", Pod: "a",
-		UID: "uid-a", Phase: "Unrouting", Since: now, AskedBy: "lameduck-node/x"}}}
+	w.view.Barriers = api.Barriers{Open: 3, Hooks: 2, Items: []api.OpenBarrier{{Drain: api.Drain{
+		Namespace: "shop", Pod: "a", UID: "uid-a", Phase: "Unrouting", Since: now}, AskedBy: "lameduck-node/x"}}}
 	d := newDashboard(w)
 	d.Missing = func() []string { return append(make([]string, maxMissing), "shop/a") }
 	d.Pod = func(of drain.Pod) *corev1.Pod {

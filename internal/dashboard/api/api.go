@@ -149,27 +149,16 @@ type Barriers struct {
 // OpenBarrier is a terminating pod that gets SIGTERM only when its observed gateways have stopped
 // routing to it.
 type OpenBarrier struct {
-	Namespace string `json:"namespace"`
-	Pod       string `json:"pod"`
-	UID       string `json:"uid"`
-	Node      string `json:"node,omitempty"`
-	// Phase is Unrouting, Quiescing or Released. PhaseSince is when it began. Released: the hooks
-	// are answered, and the pod stops. Reason is the reason of the release, before that None.
-	Phase      string    `json:"phase"`
-	PhaseSince time.Time `json:"phaseSince,omitzero"`
-	Reason     string    `json:"reason"`
-	// Since is the time of the deletion. At Deadline the hooks are answered in any case.
-	Since    time.Time `json:"since"`
-	Deadline time.Time `json:"deadline"`
+	// Drain is the drain at the barrier. It is never Queued. Released: the hooks are answered, and
+	// the pod stops. Since is the time of the deletion. At Deadline the hooks are answered in any
+	// case. Told is absent.
+	Drain
+	Node string `json:"node,omitempty"`
 	// AskedBy is the agent on the pod's node, which answers the hooks.
 	AskedBy string `json:"askedBy"`
 	// Hook is the kind of the pod's hooks: httpGet, exec, or both, separated by a comma. Absent:
 	// the pod is not in this replica's cache.
 	Hook string `json:"hook,omitempty"`
-	// Owed, Waiting and Reports are as in Drain.
-	Owed    int           `json:"owed"`
-	Waiting int           `json:"waiting"`
-	Reports []AgentReport `json:"reports"`
 	// StatedSeconds is the stated wait, from the deletion on, for consumers that can never
 	// acknowledge. StatedUntil is its end. Cut: the deadline is earlier than that.
 	StatedSeconds float64   `json:"statedSeconds,omitempty"`

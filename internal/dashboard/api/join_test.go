@@ -15,7 +15,8 @@ func TestJoin(t *testing.T) {
 		Drains: Drains{Open: 1, Items: []Drain{
 			{UID: "a", Phase: "Released", Since: now,
 				Reports: []AgentReport{report("x", "idle"), report("y", "idle")}}}},
-		Barriers: Barriers{Open: 61, Waiting: 1, Items: []OpenBarrier{{UID: "e", PhaseSince: now, Since: now}}},
+		Barriers: Barriers{Open: 61, Waiting: 1, Items: []OpenBarrier{{Drain: Drain{UID: "e", PhaseSince: now,
+			Since: now}}}},
 		Agents: Agents{Expected: 2, Known: 2,
 			Items: []Agent{{ID: "x", State: "connected"}, {ID: "y", State: "connected"}}},
 		Outcomes: []Outcome{
@@ -30,7 +31,7 @@ func TestJoin(t *testing.T) {
 				Reports: []AgentReport{report("x", "idle"), report("y", "routing")}},
 			{UID: "b", Phase: "Queued", Since: now.Add(-time.Second)}}},
 		Barriers: Barriers{Open: 101, Waiting: 41, Hooks: 2, Items: []OpenBarrier{
-			{UID: "e", Phase: "Released", PhaseSince: now.Add(time.Second), Since: now}}},
+			{Drain: Drain{UID: "e", Phase: "Released", PhaseSince: now.Add(time.Second), Since: now}}}},
 		Agents: Agents{Expected: 2, Missing: 1, Known: 2,
 			Items: []Agent{{ID: "x", State: "connected"}, {ID: "y", State: "missing"}}},
 		Outcomes: []Outcome{
@@ -44,7 +45,7 @@ func TestJoin(t *testing.T) {
 			{UID: "a", Phase: "Unrouting", Since: now,
 				Reports: []AgentReport{report("y", "routing"), report("x", "idle")}}}},
 		Barriers: Barriers{Open: 161, Waiting: 41, Hooks: 2, Items: []OpenBarrier{
-			{UID: "e", Phase: "Released", PhaseSince: now.Add(time.Second), Since: now}}},
+			{Drain: Drain{UID: "e", Phase: "Released", PhaseSince: now.Add(time.Second), Since: now}}}},
 		Agents: Agents{Expected: 2, Missing: 1, Known: 2,
 			Items: []Agent{{ID: "y", State: "missing"}, {ID: "x", State: "connected"}}},
 		Outcomes: []Outcome{

@@ -200,15 +200,17 @@ func busy() *made {
 	}
 	v.Barriers.Open, v.Barriers.Waiting, v.Barriers.Hooks = 2, 1, 1
 	v.Barriers.Items = []api.OpenBarrier{
-		{Namespace: "shop", Pod: "cart-75c8d9f7b-tt2xz", UID: uid(41), Phase: "Unrouting", Reason: "None",
-			PhaseSince: ago(4 * time.Second), Since: ago(4 * time.Second), Deadline: now.Add(26 * time.Second), Owed: 3,
-			Waiting: 1, StatedSeconds: 25, StatedUntil: now.Add(21 * time.Second),
-			AskedBy: "lameduck-node/agent-4s8mf", Last: true, Uncovered: []string{},
+		{Drain: api.Drain{Namespace: "shop", Pod: "cart-75c8d9f7b-tt2xz", UID: uid(41), Phase: "Unrouting",
+			Reason: "None", PhaseSince: ago(4 * time.Second), Since: ago(4 * time.Second),
+			Deadline: now.Add(26 * time.Second), Owed: 3, Waiting: 1,
 			Reports: []api.AgentReport{word("lameduck-node/agent-7kq2x", "kube-proxy", drain.Routing, 3*time.Second),
 				word("lameduck-node/agent-4s8mf", "kube-proxy", drain.Idle, time.Second)}},
-		{Namespace: "shop", Pod: "cart-75c8d9f7b-9mhd4", UID: uid(42), Phase: "Released", Reason: "Acknowledged",
-			PhaseSince: ago(5 * time.Second), Since: ago(6 * time.Second), Deadline: now.Add(24 * time.Second), Owed: 3,
-			AskedBy: "lameduck-node/agent-7kq2x", Uncovered: []string{}, Reports: []api.AgentReport{}},
+			StatedSeconds: 25, StatedUntil: now.Add(21 * time.Second), AskedBy: "lameduck-node/agent-4s8mf", Last: true,
+			Uncovered: []string{}},
+		{Drain: api.Drain{Namespace: "shop", Pod: "cart-75c8d9f7b-9mhd4", UID: uid(42), Phase: "Released",
+			Reason: "Acknowledged", PhaseSince: ago(5 * time.Second), Since: ago(6 * time.Second),
+			Deadline: now.Add(24 * time.Second), Owed: 3, Reports: []api.AgentReport{}},
+			AskedBy: "lameduck-node/agent-7kq2x", Uncovered: []string{}},
 	}
 	believe := func(name string, c api.TargetCounts, open bool, targets ...api.UnhealthyTarget) api.GatewayHealth {
 		return api.GatewayHealth{Agent: name, Gateway: "haproxy", TargetCounts: c, FailingOpen: open, Checked: true,
@@ -438,9 +440,9 @@ func TestThePageKnowsTheTime(t *testing.T) {
 		}}
 		// One that may stop waits no longer.
 		v.Barriers.Open = 1
-		v.Barriers.Items = []api.OpenBarrier{{Namespace: "shop", Pod: "web-3", UID: "x", Phase: "Released",
-			Reason: "Acknowledged", Since: now, Deadline: now.Add(10 * time.Second), Uncovered: []string{},
-			Reports: []api.AgentReport{}}}
+		v.Barriers.Items = []api.OpenBarrier{{Drain: api.Drain{Namespace: "shop", Pod: "web-3", UID: "x",
+			Phase: "Released", Reason: "Acknowledged", Since: now, Deadline: now.Add(10 * time.Second),
+			Reports: []api.AgentReport{}}, Uncovered: []string{}}}
 	})
 	said("1 pod is draining, no gateway is late")
 	b.await("#verdict", "shop/web-2 has waited")
