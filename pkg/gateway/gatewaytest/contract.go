@@ -1,6 +1,7 @@
 package gatewaytest
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -204,6 +205,46 @@ func (s *suite) hold(b *Backend, pool health.Pool) <-chan error {
 	return held
 }
 
+// finish releases the request that is held at b, which must not fail, and waits until k is out and
+// idle. ops, if there are any, are applied until they succeed.
+func (s *suite) finish(b *Backend, held <-chan error, k health.Key, ops []health.Op) {
+	s.Helper()
+	b.Release()
+	if err := <-held; err != nil {
+		s.Fatalf("the request in flight failed: %v", err)
+	}
+	s.until(5*time.Second, "removed and idle", func() (bool, any) {
+		var err error
+		if len(ops) > 0 {
+			err = s.Gateway.Apply(s.ctx(), ops)
+		}
+		got := s.see(k)
+		return err == nil && got.Active == 0 && !got.Routed, fmt.Sprint(got, err)
+	})
+}
+
+// onlyFirstOut checks that of ks only the first target is not routed.
+func (s *suite) onlyFirstOut(when string, ks []health.Key) {
+	s.Helper()
+	o := s.observe(ks...)
+	for i, k := range ks {
+		if o.Seen[k].Routed != (i != 0) || i != 0 && o.Seen[k].Missing {
+			s.Errorf("%s: %s is seen as %+v", when, k, o.Seen[k])
+		}
+	}
+}
+
+// avoids checks that a new client does not reach b.
+func (s *suite) avoids(b *Backend) {
+	s.Helper()
+	c := s.client()
+	for range 10 {
+		if addr, err := c.Get(s.ctx(), string(s.Owned), "/", 1); err != nil || addr == b.Addr {
+			s.Fatalf("a new client got %s, %v", addr, err)
+		}
+	}
+}
+
 // load keeps sending requests from n clients, each on one kept-alive connection that it gives up
 // after some requests.
 type load struct {
@@ -321,14 +362,7 @@ func inFlight(t *testing.T, s *suite) {
 		t.Fatalf("the request ended too early: %v", err)
 	default:
 	}
-	bs[0].Release()
-	if err := <-held; err != nil {
-		t.Fatalf("the request in flight failed: %v", err)
-	}
-	s.until(5*time.Second, "no active request", func() (bool, any) {
-		got := s.see(ks[0])
-		return got.Active == 0, got
-	})
+	s.finish(bs[0], held, ks[0], nil)
 }
 
 func keptAlive(t *testing.T, s *suite) {
@@ -367,8 +401,7 @@ func keptAlive(t *testing.T, s *suite) {
 }
 
 func idempotent(t *testing.T, s *suite) {
-	bs, ks := s.backends(2)
-	_ = bs
+	_, ks := s.backends(2)
 	check := func(what string, routed, present bool) {
 		t.Helper()
 		if got := s.see(ks[0]); got.Routed != routed || got.Present != present {
@@ -422,15 +455,7 @@ func reloadUnderLoad(t *testing.T, s *suite) {
 	for round := range 3 {
 		s.Reload(s)
 		l.more(s, 50)
-		o := s.observe(ks...)
-		for i, k := range ks {
-			if o.Seen[k].Routed != (i != 0) {
-				t.Fatalf("reload %d: %s is seen as %+v", round, k, o.Seen[k])
-			}
-			if i != 0 && o.Seen[k].Missing {
-				t.Fatalf("reload %d: %s is missing", round, k)
-			}
-		}
+		s.onlyFirstOut(fmt.Sprintf("after reload %d", round), ks)
 	}
 	if n := bs[0].Hits(phase); n != 0 {
 		t.Errorf("%d requests arrived at the removed target", n)
@@ -483,14 +508,7 @@ func oldProcess(t *testing.T, s *suite) {
 			t.Fatalf("target removed before the reload, with one open request, is seen as %+v", got)
 		}
 	}
-	bs[0].Release()
-	if err := <-held; err != nil {
-		t.Fatalf("the request in flight over the reload failed: %v", err)
-	}
-	s.until(5*time.Second, "no active request", func() (bool, any) {
-		got := s.see(ks[0])
-		return got.Active == 0 && !got.Routed, got
-	})
+	s.finish(bs[0], held, ks[0], nil)
 }
 
 func removedInOldProcess(t *testing.T, s *suite) {
@@ -512,21 +530,8 @@ func removedInOldProcess(t *testing.T, s *suite) {
 	if err == nil && got.Routed {
 		t.Errorf("Apply reported success, but it is seen as %+v", got)
 	}
-	c := s.client()
-	for range 10 {
-		if addr, err := c.Get(s.ctx(), string(s.Owned), "/", 1); err != nil || addr == bs[0].Addr {
-			t.Fatalf("a new client got %s, %v", addr, err)
-		}
-	}
-	bs[0].Release()
-	if err := <-held; err != nil {
-		t.Fatalf("the request in flight over the reload failed: %v", err)
-	}
-	s.until(5*time.Second, "removed and idle", func() (bool, any) {
-		err := s.Gateway.Apply(s.ctx(), ops(health.WantRemoved, ks[0]))
-		got := s.see(ks[0])
-		return err == nil && got.Active == 0 && !got.Routed, fmt.Sprint(got, err)
-	})
+	s.avoids(bs[0])
+	s.finish(bs[0], held, ks[0], ops(health.WantRemoved, ks[0]))
 }
 
 func gone(t *testing.T, s *suite) {
@@ -540,11 +545,7 @@ func gone(t *testing.T, s *suite) {
 	if bs[0].Hits(0) == 0 {
 		t.Fatal("no request arrived at the target")
 	}
-	limit := s.GoneWithin
-	if limit == 0 {
-		limit = 10 * time.Second
-	}
-	s.until(limit, "the target is gone", func() (bool, any) {
+	s.until(cmp.Or(s.GoneWithin, 10*time.Second), "the target is gone", func() (bool, any) {
 		s.apply(ops(health.WantAbsent, ks[0])...)
 		got := s.see(ks[0])
 		if got.Routed {
@@ -593,7 +594,7 @@ func twoPods(t *testing.T, s *suite) {
 }
 
 func unknownPool(t *testing.T, s *suite) {
-	bs, ks := s.backends(2)
+	_, ks := s.backends(2)
 	stranger := ks[0]
 	stranger.Pool = "no-such-pool"
 	// The op that fails does not stop the others.
@@ -607,7 +608,6 @@ func unknownPool(t *testing.T, s *suite) {
 	if _, err := s.Gateway.Observe(s.ctx(), []health.Key{stranger}); err == nil {
 		t.Error("observing an unknown pool is no error")
 	}
-	_ = bs
 }
 
 func unknownTarget(t *testing.T, s *suite) {
@@ -686,18 +686,8 @@ func restarted(t *testing.T, s *suite) {
 	s.apply(ops(health.WantRemoved, ks[0])...)
 	s.Restart(s)
 	s.apply(append(ops(health.WantRouted, ks[1:]...), ops(health.WantRemoved, ks[0])...)...)
-	o := s.observe(ks...)
-	for i, k := range ks {
-		if o.Seen[k].Routed != (i != 0) {
-			t.Errorf("%s is seen as %+v", k, o.Seen[k])
-		}
-	}
-	c := s.client()
-	for range 10 {
-		if addr, err := c.Get(s.ctx(), string(s.Owned), "/", 1); err != nil || addr == bs[0].Addr {
-			t.Fatalf("got %s, %v", addr, err)
-		}
-	}
+	s.onlyFirstOut("after a restart", ks)
+	s.avoids(bs[0])
 }
 
 func batch(t *testing.T, s *suite) {
@@ -753,20 +743,11 @@ func owned(t *testing.T, s *suite) {
 			t.Errorf("owned has %s", k)
 		}
 	}
-	check := func(when string) {
-		t.Helper()
-		o := s.observe(ks...)
-		for i, k := range ks {
-			if o.Seen[k].Routed != (i != 0) {
-				t.Errorf("%s: %s is seen as %+v", when, k, o.Seen[k])
-			}
-		}
-	}
-	check("after the agent's restart")
+	s.onlyFirstOut("after the agent's restart", ks)
 	// The new agent's first write must not drop what the earlier one wrote.
 	s.apply(ops(health.WantAbsent, six)...)
 	if s.Reload != nil {
 		s.Reload(s)
-		check("after the agent's restart and a reload")
+		s.onlyFirstOut("after the agent's restart and a reload", ks)
 	}
 }
