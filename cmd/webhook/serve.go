@@ -33,7 +33,6 @@ import (
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/internal/identity"
-	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/internal/kubeclient"
 	"github.com/lameduck-io/lameduck/internal/peers"
 	"github.com/lameduck-io/lameduck/internal/podcontext"
@@ -142,9 +141,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 			agents, _ := coord.Acknowledgers(nil)
 			return agents
 		},
-		Asks: coord.Asks, Excluded: o.excluded, Barrier: func(p *corev1.Pod) bool {
-			return keys.Barred(p.Annotations)
-		}}
+		Asks: coord.Asks, Excluded: o.excluded}
 	registry.MustRegister(covers)
 	kinds, err := covers.Watch(ctx, known, live.RESTMapper())
 	if err != nil {

@@ -77,11 +77,9 @@ type Source struct {
 	// Everywhere returns the agents whose gateways may send to pods of every Service. It is called
 	// once a second at most.
 	Everywhere func() []drain.Acknowledger
-	// Asks reports whether some agent may be asked at a gate about pods of one of these. Barrier
-	// reports whether a pod has the barrier. Excluded are the namespaces whose pods never wait.
-	// Only [Source.Summary] uses these.
+	// Asks reports whether some agent may be asked at a gate about pods of one of these. Excluded
+	// are the namespaces whose pods never wait. Only [Source.Summary] uses these.
 	Asks     func(drain.Gate, []drain.Service) bool
-	Barrier  func(*corev1.Pod) bool
 	Excluded []string
 
 	mu    sync.Mutex

@@ -33,6 +33,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
 	agentkinds "github.com/lameduck-io/lameduck/internal/agent/kinds"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -412,7 +413,7 @@ func TestSummary(t *testing.T) {
 	}
 	pod := func(namespace, name, barrier string) client.Object {
 		return &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name, Labels: labels,
-			Annotations: map[string]string{"barrier": barrier}}}
+			Annotations: map[string]string{keys.BarrierID: barrier}}}
 	}
 	s := source(t, of("shop", "web", nil), of("kube-system", "dns", nil), of("empty", "web", nil),
 		of("bank", "web", nil),
@@ -421,7 +422,6 @@ func TestSummary(t *testing.T) {
 		of("shop", "elsewhere", func(s *corev1.Service) { s.Spec.Selector = nil }),
 		pod("shop", "a", "yes"), pod("shop", "b", ""), pod("kube-system", "a", ""), pod("bank", "a", "yes"))
 	s.Everywhere = func() []drain.Acknowledger { return observer(nil) }
-	s.Barrier = func(p *corev1.Pod) bool { return p.Annotations["barrier"] == "yes" }
 	s.Excluded = []string{"kube-system"}
 	s.Asks = func(g drain.Gate, of []drain.Service) bool {
 		return g == drain.AtBarrier || of[0].Name == "resolved"
@@ -506,7 +506,7 @@ func BenchmarkSummary(b *testing.B) {
 				objects["Ingress"] = append(objects["Ingress"], front)
 				for p := range 3 {
 					pod := &corev1.Pod{ObjectMeta: of(i)}
-					pod.Name += fmt.Sprint("-", p)
+					pod.Name, pod.Annotations = pod.Name+fmt.Sprint("-", p), map[string]string{keys.BarrierID: "id"}
 					objects["Pod"] = append(objects["Pod"], pod)
 				}
 			}
@@ -518,7 +518,6 @@ func BenchmarkSummary(b *testing.B) {
 			s.Agent = func(drain.AgentID) drain.AgentInfo { return routing("t1", drain.EveryService, drain.Directed) }
 			s.Everywhere = func() []drain.Acknowledger { return observer(nil) }
 			s.Asks = func(drain.Gate, []drain.Service) bool { return true }
-			s.Barrier = func(*corev1.Pod) bool { return true }
 			b.ReportAllocs()
 			cpu := func() time.Duration {
 				var used syscall.Rusage

@@ -13,6 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/labels"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -84,7 +85,7 @@ func (s *Source) summarize(ctx context.Context) (sum Summary, errs error) {
 			continue
 		}
 		name := drain.Service{Namespace: service.Namespace, Name: service.Name}
-		barrier := !slices.ContainsFunc(selected, func(p *corev1.Pod) bool { return !s.Barrier(p) })
+		barrier := !slices.ContainsFunc(selected, func(p *corev1.Pod) bool { return !keys.Barred(p.Annotations) })
 		is, err := s.Of(ctx, name, barrier)
 		errs = errors.Join(errs, err)
 		state, at, services := Possible, 0, []drain.Service{name}
