@@ -7,7 +7,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"io"
 	"log/slog"
 	"maps"
@@ -76,6 +75,18 @@ var (
 	ErrForbidden       = errors.New("not allowed to acknowledge drains")
 )
 
+// Refuse returns the refusal for an error of an Authenticator.
+func Refuse(err error) error {
+	code := http.StatusServiceUnavailable
+	switch {
+	case errors.Is(err, ErrUnauthenticated):
+		code = http.StatusUnauthorized
+	case errors.Is(err, ErrForbidden):
+		code = http.StatusForbidden
+	}
+	return serve.Refuse(code, "%v", err)
+}
+
 // Authenticator identifies the caller that presents a bearer token, and checks its rights.
 type Authenticator interface {
 	Authenticate(ctx context.Context, token string) (Identity, error)
@@ -116,17 +127,9 @@ var routes = []route{
 	{http.MethodGet, wire.ExplainPath + "/{namespace}/{pod}", replicas, (*Coordinator).shown},
 }
 
-// refusal is an error with an HTTP status.
-type refusal struct {
-	code int
-	text string
-}
-
-func (r refusal) Error() string { return r.text }
-
 // errStale is the answer to a post that names another session than the agent's present one.
-var errStale = refusal{http.StatusConflict, "the session is not this agent's present one on this replica: open a " +
-	"new stream"}
+var errStale = serve.Refusal{Code: http.StatusConflict, Text: "the session is not this agent's present one on this " +
+	"replica: open a new stream"}
 
 // errWritten means that the handler has written its answer.
 var errWritten = errors.New("written")
@@ -141,12 +144,12 @@ func (c *Coordinator) Handler() http.Handler {
 	}
 	r.NotFoundHandler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Connection", "close")
-		c.answer(w, "other", nil, refusal{http.StatusNotFound, fmt.Sprintf("no such path: %.200q", r.URL.Path)})
+		c.answer(w, "other", nil, serve.Refuse(http.StatusNotFound, "no such path: %.200q", r.URL.Path))
 	})
 	r.MethodNotAllowedHandler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Connection", "close")
-		c.answer(w, "other", nil, refusal{http.StatusMethodNotAllowed,
-			fmt.Sprintf("method %s is not allowed for %s", r.Method, r.URL.Path)})
+		c.answer(w, "other", nil, serve.Refuse(http.StatusMethodNotAllowed, "method %s is not allowed for %s", r.Method,
+			r.URL.Path))
 	})
 	return r
 }
@@ -157,23 +160,17 @@ func (c *Coordinator) serve(row route, w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Connection", "close") // until the caller is identified
 	token, bearer := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
 	if !bearer {
-		c.answer(w, row.path, nil, refusal{http.StatusUnauthorized,
-			"no bearer token: send the projected service account token"})
+		c.answer(w, row.path, nil, serve.Refuse(http.StatusUnauthorized,
+			"no bearer token: send the projected service account token"))
 		return
 	}
 	who, err := c.Authenticate.Authenticate(r.Context(), token)
 	switch {
-	case errors.Is(err, ErrUnauthenticated):
-		c.answer(w, row.path, nil, refusal{http.StatusUnauthorized, err.Error()})
-		return
-	case errors.Is(err, ErrForbidden):
-		c.answer(w, row.path, nil, refusal{http.StatusForbidden, err.Error()})
-		return
 	case err != nil:
-		c.answer(w, row.path, nil, refusal{http.StatusServiceUnavailable, err.Error()})
+		c.answer(w, row.path, nil, Refuse(err))
 		return
 	case who.Replica != (row.access == replicas):
-		c.answer(w, row.path, nil, refusal{http.StatusForbidden, fmt.Sprintf("this path is for %s", row.access)})
+		c.answer(w, row.path, nil, serve.Refuse(http.StatusForbidden, "this path is for %s", row.access))
 		return
 	}
 	w.Header().Del("Connection")
@@ -201,9 +198,9 @@ func cutBodyAt(w http.ResponseWriter, r *http.Request, at time.Time) {
 // answer writes all responses except those of streams.
 func (c *Coordinator) answer(w http.ResponseWriter, path string, result any, err error) {
 	code := http.StatusOK
-	switch refused := (refusal{}); {
+	switch refused := (serve.Refusal{}); {
 	case errors.As(err, &refused):
-		code, result = refused.code, wire.Error{Error: refused.text}
+		code, result = refused.Code, wire.Error{Error: refused.Text}
 	case err != nil:
 		code, result = http.StatusInternalServerError, wire.Error{Error: err.Error()}
 	case result == nil:
@@ -239,12 +236,12 @@ func decode(w http.ResponseWriter, r *http.Request, into any) error {
 	}
 	var tooLarge *http.MaxBytesError
 	if errors.As(err, &tooLarge) {
-		return refusal{http.StatusRequestEntityTooLarge, fmt.Sprintf("body is larger than %d bytes", tooLarge.Limit)}
+		return serve.Refuse(http.StatusRequestEntityTooLarge, "body is larger than %d bytes", tooLarge.Limit)
 	}
 	if errors.Is(err, os.ErrDeadlineExceeded) {
-		return refusal{http.StatusRequestTimeout, fmt.Sprintf("body was not sent within %s", bodyTimeout)}
+		return serve.Refuse(http.StatusRequestTimeout, "body was not sent within %s", bodyTimeout)
 	}
-	return refusal{http.StatusBadRequest, "body: " + err.Error()}
+	return serve.Refuse(http.StatusBadRequest, "body: %v", err)
 }
 
 func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identity) (any, error) {
@@ -253,35 +250,34 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 		return nil, err
 	}
 	if len(d.Routes) > wire.MaxRoutes {
-		return nil, refusal{http.StatusRequestEntityTooLarge,
-			fmt.Sprintf("routes: %d are more than %d", len(d.Routes), wire.MaxRoutes)}
+		return nil, serve.Refuse(http.StatusRequestEntityTooLarge, "routes: %d are more than %d", len(d.Routes),
+			wire.MaxRoutes)
 	}
 	for name, text := range map[string]string{"gateway": d.Gateway, "gatewayMode": d.GatewayMode,
 		"population": d.Population} {
 		if len(text) > wire.MaxName {
-			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("%s: longer than %d bytes", name, wire.MaxName)}
+			return nil, serve.Refuse(http.StatusBadRequest, "%s: longer than %d bytes", name, wire.MaxName)
 		}
 	}
 	for i, route := range d.Routes {
 		switch {
 		case max(len(route.Service.Namespace), len(route.Service.Name)) > wire.MaxName:
-			return nil, refusal{http.StatusBadRequest,
-				fmt.Sprintf("routes[%d].service: a name is longer than %d bytes", i, wire.MaxName)}
+			return nil, serve.Refuse(http.StatusBadRequest, "routes[%d].service: a name is longer than %d bytes", i,
+				wire.MaxName)
 		case route.Service.Namespace == "" || route.Service.Name == "":
-			return nil, refusal{http.StatusBadRequest,
-				fmt.Sprintf("routes[%d].service: namespace and name are required", i)}
+			return nil, serve.Refuse(http.StatusBadRequest, "routes[%d].service: namespace and name are required", i)
 		case route.Service != drain.EveryService && (route.Service.Namespace == "*" || route.Service.Name == "*"):
-			return nil, refusal{http.StatusBadRequest,
-				fmt.Sprintf("routes[%d].service: %s is neither a Service nor %s", i, route.Service, drain.EveryService)}
+			return nil, serve.Refuse(http.StatusBadRequest, "routes[%d].service: %s is neither a Service nor %s", i,
+				route.Service, drain.EveryService)
 		case route.Service == drain.EveryService && !who.Everywhere:
-			return nil, refusal{http.StatusForbidden,
-				fmt.Sprintf("routes[%d].service: every Service takes the right to acknowledge in all namespaces", i)}
+			return nil, serve.Refuse(http.StatusForbidden,
+				"routes[%d].service: every Service takes the right to acknowledge in all namespaces", i)
 		case route.Via == drain.ViaUnknown:
-			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].via is required", i)}
+			return nil, serve.Refuse(http.StatusBadRequest, "routes[%d].via is required", i)
 		case route.Kind == drain.KindUnknown:
-			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].kind is required", i)}
+			return nil, serve.Refuse(http.StatusBadRequest, "routes[%d].kind is required", i)
 		case route.Via == drain.Endpoints && route.Kind == drain.Observed && d.Population == "":
-			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("population is required: routes[%d] is observed", i)}
+			return nil, serve.Refuse(http.StatusBadRequest, "population is required: routes[%d] is observed", i)
 		}
 	}
 	if err := c.authorize(r.Context(), who, d.Routes); err != nil {
@@ -309,8 +305,8 @@ func (c *Coordinator) authorize(ctx context.Context, who Identity, routes []drai
 	}
 	namespaces := namespacesOf(routes)
 	if len(namespaces) > maxNamespaces {
-		return refusal{http.StatusForbidden, fmt.Sprintf("routes: in %d namespaces, more than %d need the right to "+
-			"acknowledge in all", len(namespaces), maxNamespaces)}
+		return serve.Refuse(http.StatusForbidden, "routes: in %d namespaces, more than %d need the right to "+
+			"acknowledge in all", len(namespaces), maxNamespaces)
 	}
 	refusals := make([]error, len(namespaces))
 	var all errgroup.Group
@@ -320,13 +316,12 @@ func (c *Coordinator) authorize(ctx context.Context, who Identity, routes []drai
 			allowed, err := c.Authenticate.MayAcknowledge(ctx, who, namespace)
 			switch {
 			case err != nil:
-				refusals[i] = refusal{http.StatusServiceUnavailable, err.Error()}
+				refusals[i] = serve.Refuse(http.StatusServiceUnavailable, "%v", err)
 			case !allowed:
 				first := slices.IndexFunc(routes,
 					func(r drain.Route) bool { return r.Service.Namespace == namespace })
-				refusals[i] = refusal{http.StatusForbidden,
-					fmt.Sprintf("routes[%d].service: %s may not acknowledge drains in namespace %q", first,
-						who.Username, namespace)}
+				refusals[i] = serve.Refuse(http.StatusForbidden,
+					"routes[%d].service: %s may not acknowledge drains in namespace %q", first, who.Username, namespace)
 			}
 			return nil
 		})
@@ -396,33 +391,32 @@ const podDeleted = "the agent's pod is deleted"
 // take passes an agent's reports to the ledger.
 func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports) error {
 	if len(said.Reports) > wire.MaxReports {
-		return refusal{http.StatusRequestEntityTooLarge,
-			fmt.Sprintf("reports: %d are more than %d", len(said.Reports), wire.MaxReports)}
+		return serve.Refuse(http.StatusRequestEntityTooLarge, "reports: %d are more than %d", len(said.Reports),
+			wire.MaxReports)
 	}
 	if len(said.Boot) > wire.MaxName {
-		return refusal{http.StatusBadRequest, fmt.Sprintf("boot: longer than %d bytes", wire.MaxName)}
+		return serve.Refuse(http.StatusBadRequest, "boot: longer than %d bytes", wire.MaxName)
 	}
 	if said.At < 0 {
-		return refusal{http.StatusBadRequest, fmt.Sprintf("at %d: must not be negative", said.At)}
+		return serve.Refuse(http.StatusBadRequest, "at %d: must not be negative", said.At)
 	}
 	if up := said.UpTo; up != nil {
 		switch {
 		case len(up.Generation) > wire.MaxName:
-			return refusal{http.StatusBadRequest, fmt.Sprintf("upTo.generation is longer than %d bytes", wire.MaxName)}
+			return serve.Refuse(http.StatusBadRequest, "upTo.generation is longer than %d bytes", wire.MaxName)
 		case up.State == drain.Kept:
-			return refusal{http.StatusBadRequest, fmt.Sprintf("upTo.state %q: name each pod that is kept", up.State)}
+			return serve.Refuse(http.StatusBadRequest, "upTo.state %q: name each pod that is kept", up.State)
 		}
 	}
 	for i, r := range said.Reports {
 		switch {
 		case max(len(r.UID), len(r.Generation)) > wire.MaxName:
-			return refusal{http.StatusBadRequest,
-				fmt.Sprintf("reports[%d]: uid or generation is longer than %d bytes", i, wire.MaxName)}
+			return serve.Refuse(http.StatusBadRequest, "reports[%d]: uid or generation is longer than %d bytes", i,
+				wire.MaxName)
 		case r.UID == "":
-			return refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d].uid is required", i)}
+			return serve.Refuse(http.StatusBadRequest, "reports[%d].uid is required", i)
 		case len(r.Kept) > wire.MaxKept:
-			return refusal{http.StatusBadRequest,
-				fmt.Sprintf("reports[%d].kept is longer than %d bytes", i, wire.MaxKept)}
+			return serve.Refuse(http.StatusBadRequest, "reports[%d].kept is longer than %d bytes", i, wire.MaxKept)
 		}
 	}
 	var taken Taken
@@ -472,12 +466,11 @@ func (c *Coordinator) listen(ctx context.Context, from *bufio.Reader, conn net.C
 		line, err := from.ReadSlice('\n')
 		for ; errors.Is(err, bufio.ErrBufferFull); line, err = from.ReadSlice('\n') {
 			if long = append(long, line...); len(long) > wire.MaxBody {
-				return refusal{http.StatusRequestEntityTooLarge,
-					fmt.Sprintf("a line is larger than %d bytes", wire.MaxBody)}
+				return serve.Refuse(http.StatusRequestEntityTooLarge, "a line is larger than %d bytes", wire.MaxBody)
 			}
 		}
 		if errors.Is(err, os.ErrDeadlineExceeded) {
-			return refusal{http.StatusRequestTimeout, fmt.Sprintf("a line was not sent within %s", bodyTimeout)}
+			return serve.Refuse(http.StatusRequestTimeout, "a line was not sent within %s", bodyTimeout)
 		}
 		if err != nil {
 			return err
@@ -496,7 +489,7 @@ func (c *Coordinator) listen(ctx context.Context, from *bufio.Reader, conn net.C
 		}
 		var said wire.Reports
 		if err := json.Unmarshal(line, &said); err != nil {
-			return refusal{http.StatusBadRequest, "reports: " + err.Error()}
+			return serve.Refuse(http.StatusBadRequest, "reports: %v", err)
 		}
 		if err := c.take(ctx, who, said); err != nil {
 			return err
@@ -514,7 +507,7 @@ func (c *Coordinator) leave(w http.ResponseWriter, r *http.Request, who Identity
 		return nil, err
 	}
 	if len(said.Boot) > wire.MaxName {
-		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("boot: longer than %d bytes", wire.MaxName)}
+		return nil, serve.Refuse(http.StatusBadRequest, "boot: longer than %d bytes", wire.MaxName)
 	}
 	ok := false
 	c.change(func() {
@@ -569,18 +562,18 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 func checkStream(r *http.Request) (wire.Offer, int, error) {
 	offer, err := wire.ParseOffer(r.URL.Query())
 	if err != nil {
-		return offer, 0, refusal{http.StatusBadRequest, err.Error()}
+		return offer, 0, serve.Refuse(http.StatusBadRequest, "%v", err)
 	}
 	protocol, err := wire.Choose(offer.Protocols)
 	if err != nil {
-		return offer, 0, refusal{http.StatusBadRequest, err.Error()}
+		return offer, 0, serve.Refuse(http.StatusBadRequest, "%v", err)
 	}
 	if r.ContentLength != 0 {
-		return offer, 0, refusal{http.StatusBadRequest, "body: a stream is opened without"}
+		return offer, 0, serve.Refuse(http.StatusBadRequest, "body: a stream is opened without")
 	}
 	if !strings.EqualFold(r.Header.Get("Upgrade"), wire.Upgrade) {
-		return offer, 0, refusal{http.StatusUpgradeRequired,
-			"a stream is opened as a request to upgrade to " + wire.Upgrade}
+		return offer, 0, serve.Refuse(http.StatusUpgradeRequired,
+			"a stream is opened as a request to upgrade to "+wire.Upgrade)
 	}
 	return offer, protocol, nil
 }
@@ -645,13 +638,13 @@ func (c *Coordinator) feed(s *stream) {
 		case <-heartbeat.C:
 			s.lines = c.core.Say(s.lines, time.Now(), wire.Message{Type: wire.TypeHeartbeat})
 		case err := <-s.heard:
-			refused := refusal{}
+			refused := serve.Refusal{}
 			if !errors.As(err, &refused) {
 				return
 			}
-			c.Metrics.api.WithLabelValues(wire.ReportsPath, strconv.Itoa(refused.code)).Inc()
+			c.Metrics.api.WithLabelValues(wire.ReportsPath, strconv.Itoa(refused.Code)).Inc()
 			s.lines = c.core.Say(s.lines, time.Now(),
-				wire.Message{Type: wire.TypeRefused, Refused: &wire.Error{Error: refused.text}})
+				wire.Message{Type: wire.TypeRefused, Refused: &wire.Error{Error: refused.Text}})
 			over = true
 		case <-c.stop:
 			return

@@ -3,12 +3,12 @@ package coordinator
 import (
 	"context"
 	"errors"
-	"fmt"
 	"net/http"
 	"net/netip"
 	"slices"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
@@ -145,21 +145,20 @@ func checkBarrier(asked wire.BarrierRequest) error {
 	bound, elapsed := boundOf(asked)
 	switch {
 	case asked.Pod.UID == "" || asked.Pod.Namespace == "" || asked.Pod.Name == "":
-		return refusal{http.StatusBadRequest, "pod: namespace, name and uid are required"}
+		return serve.Refuse(http.StatusBadRequest, "pod: namespace, name and uid are required")
 	case max(len(asked.Pod.UID), len(asked.Pod.Namespace), len(asked.Pod.Name)) > wire.MaxName:
-		return refusal{http.StatusBadRequest, fmt.Sprintf("pod: a name is longer than %d bytes", wire.MaxName)}
+		return serve.Refuse(http.StatusBadRequest, "pod: a name is longer than %d bytes", wire.MaxName)
 	case len(asked.Targets) > wire.MaxTargets:
-		return refusal{http.StatusBadRequest,
-			fmt.Sprintf("targets: %d are more than %d", len(asked.Targets), wire.MaxTargets)}
+		return serve.Refuse(http.StatusBadRequest, "targets: %d are more than %d", len(asked.Targets), wire.MaxTargets)
 	case slices.ContainsFunc(asked.Targets, func(t netip.AddrPort) bool { return t.Addr().Zone() != "" }):
 		// a zone may be of any length, and is sent to all observing agents
-		return refusal{http.StatusBadRequest, "targets: no pod's address has a zone"}
+		return serve.Refuse(http.StatusBadRequest, "targets: no pod's address has a zone")
 	case asked.BoundMillis < 0 || bound > wire.MaxBound:
-		return refusal{http.StatusBadRequest,
-			fmt.Sprintf("boundMillis %d: must be 0 to %d", asked.BoundMillis, wire.MaxBound.Milliseconds())}
+		return serve.Refuse(http.StatusBadRequest, "boundMillis %d: must be 0 to %d", asked.BoundMillis,
+			wire.MaxBound.Milliseconds())
 	case asked.ElapsedMillis < 0 || elapsed > 10*wire.MaxBound:
-		return refusal{http.StatusBadRequest,
-			fmt.Sprintf("elapsedMillis %d: must be 0 to %d", asked.ElapsedMillis, 10*wire.MaxBound.Milliseconds())}
+		return serve.Refuse(http.StatusBadRequest, "elapsedMillis %d: must be 0 to %d", asked.ElapsedMillis,
+			10*wire.MaxBound.Milliseconds())
 	}
 	return nil
 }
@@ -211,19 +210,19 @@ func (c *Core) Bar(now time.Time, who Identity, asked wire.BarrierRequest, s Pod
 	bound, elapsed := boundOf(asked)
 	switch {
 	case s.Known && !s.Here:
-		return nil, refusal{http.StatusForbidden, fmt.Sprintf("pod %s is not on the node of %s", asked.Pod, who.Name)}
+		return nil, serve.Refuse(http.StatusForbidden, "pod %s is not on the node of %s", asked.Pod, who.Name)
 	case !s.Known && !asked.Terminating:
-		return nil, refusal{http.StatusNotFound, fmt.Sprintf("pod %s is not known here", asked.Pod)}
+		return nil, serve.Refuse(http.StatusNotFound, "pod %s is not known here", asked.Pod)
 	case s.Terminating && !asked.Terminating:
 		return nil, Terminating{s.Grace}
 	case s.Elsewhere && !s.NotEnforced && elapsed < min(strangerTime, bound/2):
-		return nil, refusal{http.StatusServiceUnavailable, "another replica has more agents"}
+		return nil, serve.Refuse(http.StatusServiceUnavailable, "another replica has more agents")
 	case s.Known && len(s.Addresses) == 0 && asked.Terminating && !s.NotEnforced:
 		// Agents ask only for pods whose address they know, so this cache is late. A watch of no
 		// address would be Unknown until the bound.
-		return nil, refusal{http.StatusServiceUnavailable, fmt.Sprintf("no address of pod %s is known here", asked.Pod)}
+		return nil, serve.Refuse(http.StatusServiceUnavailable, "no address of pod %s is known here", asked.Pod)
 	case c.barriers >= c.limits.MaxBarriers:
-		return nil, refusal{http.StatusServiceUnavailable, "too many barriers wait at this replica"}
+		return nil, serve.Refuse(http.StatusServiceUnavailable, "too many barriers wait at this replica")
 	}
 	c.barriers++
 	// Agents also delete connections to these addresses. Only those of a pod that is not known here
@@ -248,14 +247,14 @@ func (b *Bar) Close() { b.core.barriers-- }
 func (b *Bar) Read(life Life, err error) error {
 	switch {
 	case err != nil || life == LifeUnknown:
-		return refusal{http.StatusServiceUnavailable, fmt.Sprintf("pod %s cannot be read: %v", b.of.Pod, err)}
+		return serve.Refuse(http.StatusServiceUnavailable, "pod %s cannot be read: %v", b.of.Pod, err)
 	case life == Living:
-		return refusal{http.StatusConflict, fmt.Sprintf("pod %s is not terminating", b.of.Pod)}
+		return serve.Refuse(http.StatusConflict, "pod %s is not terminating", b.of.Pod)
 	case life == Gone && !b.context.Known:
 		// An agent could name another pod's UID, on any node.
-		return refusal{http.StatusNotFound, fmt.Sprintf("pod %s with UID %s does not exist", b.of.Pod, b.of.Pod.UID)}
+		return serve.Refuse(http.StatusNotFound, "pod %s with UID %s does not exist", b.of.Pod, b.of.Pod.UID)
 	case b.stranger:
-		return refusal{http.StatusServiceUnavailable, fmt.Sprintf("pod %s is not known here yet", b.of.Pod)}
+		return serve.Refuse(http.StatusServiceUnavailable, "pod %s is not known here yet", b.of.Pod)
 	}
 	return nil
 }
@@ -290,7 +289,7 @@ func (b *Bar) Turn(now time.Time) {
 	}
 	b.Over = !b.Status.Waits() || b.Restart && !now.Before(b.until)
 	if !b.Over && b.core.stopped {
-		b.Over, b.Err = true, refusal{http.StatusServiceUnavailable, ErrStopping.Error()}
+		b.Over, b.Err = true, serve.Refuse(http.StatusServiceUnavailable, "%v", ErrStopping)
 	}
 }
 
@@ -343,14 +342,14 @@ func (c *Coordinator) podContext(ctx context.Context, who Identity, asked wire.B
 	var s PodContext
 	allowed, err := c.Authenticate.MayAskBarriers(ctx, who)
 	if err == nil && !allowed {
-		return s, refusal{http.StatusForbidden, who.Username + " may not ask for barriers: grant the verb create on " +
-			"barriers.lameduck.io by a ClusterRoleBinding, as manifests/barrier does"}
+		return s, serve.Refuse(http.StatusForbidden, "%s may not ask for barriers: grant the verb create on "+
+			"barriers.lameduck.io by a ClusterRoleBinding, as manifests/barrier does", who.Username)
 	}
 	if err == nil {
 		s, err = c.PodContexts.PodContext(ctx, who.Name, asked.Pod)
 	}
 	if err != nil {
-		return s, refusal{http.StatusServiceUnavailable, err.Error()}
+		return s, serve.Refuse(http.StatusServiceUnavailable, "%v", err)
 	}
 	s.Elsewhere = c.Elsewhere != nil && c.Elsewhere()
 	return s, nil

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
@@ -469,10 +470,10 @@ type Session struct {
 // Connect begins an agent's stream, and ends its former one.
 func (c *Core) Connect(now time.Time, who Identity, offer wire.Offer, protocol int, wake func()) (*Session, error) {
 	if c.stopped {
-		return nil, refusal{http.StatusServiceUnavailable, ErrStopping.Error()}
+		return nil, serve.Refuse(http.StatusServiceUnavailable, "%v", ErrStopping)
 	}
 	if _, deleted := c.deleted[drain.UID(who.Agent)]; deleted {
-		return nil, refusal{http.StatusUnauthorized, podDeleted}
+		return nil, serve.Refuse(http.StatusUnauthorized, podDeleted)
 	}
 	s := &Session{Who: who, Protocol: protocol, Wake: wake, Number: c.Ledger.Connect(now, who.Agent,
 		drain.Hello{Boot: offer.Boot, Observes: slices.Contains(offer.Features, wire.FeatureBarrier)})}

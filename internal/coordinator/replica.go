@@ -2,10 +2,10 @@ package coordinator
 
 import (
 	"context"
-	"fmt"
 	"net/http"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
@@ -22,8 +22,8 @@ func (c *Coordinator) claim(w http.ResponseWriter, r *http.Request, _ Identity) 
 		return nil, err
 	}
 	if claim.Pod.UID == "" || max(len(claim.Pod.UID), len(claim.Pod.Name), len(claim.Pod.Namespace)) > wire.MaxName {
-		return nil, refusal{http.StatusBadRequest,
-			fmt.Sprintf("pod: uid is required, and each name at most %d bytes", wire.MaxName)}
+		return nil, serve.Refuse(http.StatusBadRequest, "pod: uid is required, and each name at most %d bytes",
+			wire.MaxName)
 	}
 	claimed := wire.Claimed{}
 	if !claim.OnlyAsked && c.Able() == nil {

@@ -18,6 +18,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
@@ -126,7 +127,7 @@ func TestWhatIsRefusedInTheStreamEndsIt(t *testing.T) {
 			`upTo.state "kept": name each pod that is kept`, 0},
 		"a long generation": {`{"session":SESSION,"boot":"b","upTo":{"generation":"` +
 			strings.Repeat("g", wire.MaxName+1) + `"}}` + "\n", "upTo.generation is longer than 253 bytes", 0},
-		"another session": {`{"session":999,"boot":"b","reports":[]}` + "\n", errStale.text, 0},
+		"another session": {`{"session":999,"boot":"b","reports":[]}` + "\n", errStale.Text, 0},
 		"two in one line": {`{"session":SESSION,"boot":"b","reports":[]}{}` + "\n",
 			"reports: invalid character '{' after top-level value", 0},
 		"a long boot": {`{"session":SESSION,"boot":"` + strings.Repeat("b",
@@ -223,8 +224,8 @@ func FuzzListen(f *testing.F) {
 		defer far.Close()
 		from := bufio.NewReaderSize(bytes.NewReader(text), min(max(room, 16), 1<<16))
 		err := b.listen(t.Context(), from, far, Identity{Agent: "one", Everywhere: true})
-		refused := refusal{}
-		if !errors.Is(err, io.EOF) && (!errors.As(err, &refused) || refused.code < 400 || refused.code >= 500) {
+		refused := serve.Refusal{}
+		if !errors.Is(err, io.EOF) && (!errors.As(err, &refused) || refused.Code < 400 || refused.Code >= 500) {
 			t.Errorf("ends with %v", err)
 		}
 		if after := b.core.Ledger.Status(time.Now(), drain.AtHold, "uid-a"); after.Since.After(before.Since) ||

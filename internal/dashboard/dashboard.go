@@ -27,7 +27,6 @@ import (
 	"embed"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"io/fs"
 	"log/slog"
 	"net"
@@ -170,13 +169,6 @@ var routes = []route{
 	{api.ExplainPath + "/{namespace}/{pod}", readers, (*Dashboard).explain},
 }
 
-type refusal struct {
-	code int
-	text string
-}
-
-func (r refusal) Error() string { return r.text }
-
 var errWritten = errors.New("written")
 
 // headers are set on every answer. They let the page load files only from this server, and let no
@@ -216,19 +208,19 @@ func (d *Dashboard) Handler(address net.Addr) http.Handler {
 		})
 	}
 	r.NotFoundHandler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		d.answer(w, nil, refusal{http.StatusNotFound, fmt.Sprintf("no such path: %.200q", r.URL.Path)})
+		d.answer(w, nil, serve.Refuse(http.StatusNotFound, "no such path: %.200q", r.URL.Path))
 	})
 	r.MethodNotAllowedHandler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Allow", "GET, HEAD")
-		d.answer(w, nil, refusal{http.StatusMethodNotAllowed, "everything here is read with GET"})
+		d.answer(w, nil, serve.Refuse(http.StatusMethodNotAllowed, "everything here is read with GET"))
 	})
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		for name, value := range headers {
 			w.Header().Set(name, value)
 		}
 		if open && !localHost(req.Host) {
-			d.answer(w, nil, refusal{http.StatusMisdirectedRequest,
-				fmt.Sprintf("host %.200q: this is reached as localhost or a loopback address", req.Host)})
+			d.answer(w, nil, serve.Refuse(http.StatusMisdirectedRequest,
+				"host %.200q: this is reached as localhost or a loopback address", req.Host))
 			return
 		}
 		// A writer that supports no deadline, such as a recorder in a test, has none.
@@ -260,19 +252,13 @@ func (d *Dashboard) admit(to access, open bool, r *http.Request) error {
 	}
 	token, bearer := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
 	if !bearer || token == "" {
-		return refusal{http.StatusUnauthorized, "no bearer token: kubectl create token NAME --audience=lameduck.io"}
+		return serve.Refuse(http.StatusUnauthorized,
+			"no bearer token: kubectl create token NAME --audience=lameduck.io")
 	}
-	err := d.Reviewer.Review(r.Context(), token)
-	switch {
-	case err == nil:
-		return nil
-	case errors.Is(err, coordinator.ErrUnauthenticated):
-		return refusal{http.StatusUnauthorized, err.Error()}
-	case errors.Is(err, coordinator.ErrForbidden):
-		return refusal{http.StatusForbidden, err.Error()}
-	default:
-		return refusal{http.StatusServiceUnavailable, err.Error()}
+	if err := d.Reviewer.Review(r.Context(), token); err != nil {
+		return coordinator.Refuse(err)
 	}
+	return nil
 }
 
 // answer writes a response. Only file writes its own.
@@ -281,9 +267,9 @@ func (d *Dashboard) answer(w http.ResponseWriter, result any, err error) {
 		return
 	}
 	code := http.StatusOK
-	switch refused := (refusal{}); {
+	switch refused := (serve.Refusal{}); {
 	case errors.As(err, &refused):
-		code, result = refused.code, api.Error{Error: refused.text}
+		code, result = refused.Code, api.Error{Error: refused.Text}
 	case err != nil:
 		code, result = http.StatusInternalServerError, api.Error{Error: err.Error()}
 	}
@@ -313,7 +299,7 @@ func (d *Dashboard) file(w http.ResponseWriter, r *http.Request) (any, error) {
 	}
 	text, err := fs.ReadFile(page, path.Join("page", name))
 	if err != nil {
-		return nil, refusal{http.StatusNotFound, fmt.Sprintf("no such file: %.200q", name)}
+		return nil, serve.Refuse(http.StatusNotFound, "no such file: %.200q", name)
 	}
 	w.Header().Set("Content-Type", kinds[path.Ext(name)])
 	_, _ = w.Write(text)

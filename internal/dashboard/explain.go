@@ -15,14 +15,15 @@ import (
 	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/internal/keys"
+	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
 func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error) {
 	x, err := d.explainHere(r)
-	if refused := (refusal{}); !ofAll(r) || d.Explanations == nil ||
-		errors.As(err, &refused) && refused.code == http.StatusBadRequest {
+	if refused := (serve.Refusal{}); !ofAll(r) || d.Explanations == nil ||
+		errors.As(err, &refused) && refused.Code == http.StatusBadRequest {
 		return x, err
 	}
 	vars := mux.Vars(r)
@@ -42,8 +43,7 @@ func (d *Dashboard) explainHere(r *http.Request) (x api.Explanation, err error) 
 	vars := mux.Vars(r)
 	namespace, name := vars["namespace"], vars["pod"]
 	if len(validation.IsDNS1123Label(namespace)) > 0 || len(validation.IsDNS1123Subdomain(name)) > 0 {
-		return x, refusal{http.StatusBadRequest,
-			fmt.Sprintf("%.100q is not a namespace and a pod's name", namespace+"/"+name)}
+		return x, serve.Refuse(http.StatusBadRequest, "%.100q is not a namespace and a pod's name", namespace+"/"+name)
 	}
 	operation := admission.Delete
 	switch said := r.URL.Query().Get("operation"); said {
@@ -51,7 +51,7 @@ func (d *Dashboard) explainHere(r *http.Request) (x api.Explanation, err error) 
 	case string(admission.Evict):
 		operation = admission.Evict
 	default:
-		return x, refusal{http.StatusBadRequest, fmt.Sprintf("operation %.100q is not delete or evict", said)}
+		return x, serve.Refuse(http.StatusBadRequest, "operation %.100q is not delete or evict", said)
 	}
 	x.Operation = string(operation)
 	ctx, cancel := context.WithTimeout(r.Context(), explainTimeout)
@@ -59,9 +59,9 @@ func (d *Dashboard) explainHere(r *http.Request) (x api.Explanation, err error) 
 	e, err := d.Explainer.Explain(ctx, time.Now(), operation, namespace, name)
 	switch {
 	case errors.Is(err, admission.ErrNoPod):
-		return x, refusal{http.StatusNotFound, err.Error()}
+		return x, serve.Refuse(http.StatusNotFound, "%v", err)
 	case errors.Is(err, admission.ErrCold):
-		return x, refusal{http.StatusServiceUnavailable, err.Error()}
+		return x, serve.Refuse(http.StatusServiceUnavailable, "%v", err)
 	case err != nil:
 		return x, err
 	}

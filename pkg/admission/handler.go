@@ -15,6 +15,7 @@ import (
 	policyv1 "k8s.io/api/policy/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
@@ -253,9 +254,8 @@ func answer(w http.ResponseWriter, response *admissionv1.AdmissionResponse) {
 // refuse answers a request that is not a review of a known kind.
 func refuse(w http.ResponseWriter, log *slog.Logger, metrics *Metrics, err error) {
 	code := http.StatusInternalServerError
-	var m malformed
-	if errors.As(err, &m) {
-		code = m.code
+	if refused := (serve.Refusal{}); errors.As(err, &refused) {
+		code = refused.Code
 	}
 	metrics.refused(code)
 	log.Warn("refused a review", "code", code, "error", err)

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"net/http"
 	"net/url"
 	"os"
@@ -16,6 +15,8 @@ import (
 	policyv1 "k8s.io/api/policy/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/lameduck-io/lameduck/internal/serve"
 )
 
 // maxReview bounds a review, in bytes. The API server accepts requests of 3 MiB
@@ -46,19 +47,12 @@ type request struct {
 	timeout time.Duration
 }
 
-// malformed is an error in a review, with the HTTP status of the answer.
-type malformed struct {
-	code int
-	text string
-}
-
-func (m malformed) Error() string { return m.text }
-
+// bad returns the error of a request that is not a review which this webhook understands.
 func bad(format string, args ...any) error {
-	return malformed{http.StatusBadRequest, fmt.Sprintf(format, args...)}
+	return serve.Refuse(http.StatusBadRequest, format, args...)
 }
 
-// read decodes a review. Its errors are of type malformed. w is the answer's writer: a body that is
+// read decodes a review. Its errors are of type [serve.Refusal]. w is the answer's writer: a body that is
 // too large closes its connection.
 func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 	ask, err := readReview[policyv1.Eviction](w, r)
@@ -93,10 +87,10 @@ func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 	return q, nil
 }
 
-// readReview reads the request of a review. Its errors are of type malformed.
+// readReview reads the request of a review. Its errors are of type [serve.Refusal].
 func readReview[Object any](w http.ResponseWriter, r *http.Request) (*asked[Object], error) {
 	if r.Method != http.MethodPost {
-		return nil, malformed{http.StatusMethodNotAllowed, "method " + r.Method + ": reviews come by POST"}
+		return nil, serve.Refuse(http.StatusMethodNotAllowed, "method %s: reviews come by POST", r.Method)
 	}
 	body, err := readBody(w, r)
 	if err != nil {
@@ -122,11 +116,11 @@ func readReview[Object any](w http.ResponseWriter, r *http.Request) (*asked[Obje
 	return review.Request, nil
 }
 
-// readBody reads the body of a request that should be a review. Its errors are of type malformed.
+// readBody reads the body of a request that should be a review. Its errors are of type [serve.Refusal].
 func readBody(w http.ResponseWriter, r *http.Request) ([]byte, error) {
 	if ct := r.Header.Get("Content-Type"); ct != "application/json" {
-		return nil, malformed{http.StatusUnsupportedMediaType,
-			fmt.Sprintf("content type %.100q: an AdmissionReview comes as application/json", ct)}
+		return nil, serve.Refuse(http.StatusUnsupportedMediaType,
+			"content type %.100q: an AdmissionReview comes as application/json", ct)
 	}
 	var body bytes.Buffer
 	body.Grow(int(min(max(r.ContentLength, 0), maxReview)) + bytes.MinRead)
@@ -134,10 +128,10 @@ func readBody(w http.ResponseWriter, r *http.Request) ([]byte, error) {
 	var tooLarge *http.MaxBytesError
 	switch {
 	case errors.As(err, &tooLarge):
-		return nil, malformed{http.StatusRequestEntityTooLarge,
-			fmt.Sprintf("the review is larger than %d bytes", tooLarge.Limit)}
+		return nil, serve.Refuse(http.StatusRequestEntityTooLarge, "the review is larger than %d bytes",
+			tooLarge.Limit)
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		return nil, malformed{http.StatusRequestTimeout, "the review came too slowly"}
+		return nil, serve.Refuse(http.StatusRequestTimeout, "the review came too slowly")
 	case err != nil:
 		return nil, bad("read the review: %v", err)
 	}
@@ -234,7 +228,7 @@ func (r *reviewedPod) pod() *corev1.Pod {
 	}
 }
 
-// decode reads a review. Its errors are of type malformed, and name the object at fault.
+// decode reads a review. Its errors are of type [serve.Refusal], and name the object at fault.
 func decode(body []byte, into any) error {
 	err := json.Unmarshal(body, into)
 	if err == nil {

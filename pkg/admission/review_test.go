@@ -13,6 +13,8 @@ import (
 
 	admissionv1 "k8s.io/api/admission/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/lameduck-io/lameduck/internal/serve"
 )
 
 func text(review *admissionv1.AdmissionReview) string {
@@ -172,9 +174,9 @@ func TestReviewsComeByPostAsJSON(t *testing.T) {
 func TestABodyThatCannotBeRead(t *testing.T) {
 	r := httptest.NewRequest(http.MethodPost, "/v1/admit", io.MultiReader(strings.NewReader("{"), broken{}))
 	r.Header.Set("Content-Type", "application/json")
-	var m malformed
-	if _, err := read(nil, r); !errors.As(err, &m) || m.code != 400 ||
-		!strings.Contains(m.text, "read the review: reset") {
+	var m serve.Refusal
+	if _, err := read(nil, r); !errors.As(err, &m) || m.Code != 400 ||
+		!strings.Contains(m.Text, "read the review: reset") {
 		t.Errorf("%v", err)
 	}
 }
@@ -263,9 +265,9 @@ func FuzzRead(f *testing.F) {
 		r.URL.RawQuery = "timeout=" + timeout
 		r.Header.Set("Content-Type", "application/json")
 		q, err := read(nil, r)
-		var m malformed
+		var m serve.Refusal
 		switch {
-		case err != nil && (!errors.As(err, &m) || m.code < 400 || m.code > 499 || m.text == ""):
+		case err != nil && (!errors.As(err, &m) || m.Code < 400 || m.Code > 499 || m.Text == ""):
 			t.Errorf("not the caller's fault: %v", err)
 		case err == nil && (q.uid == "" || q.namespace == "" || q.name == "" || q.timeout < 0 ||
 			q.operation == Delete && (q.pod == nil || q.pod.UID == "")):
