@@ -12,6 +12,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 
+	"github.com/lameduck-io/lameduck/internal/cli"
 	"github.com/lameduck-io/lameduck/internal/entry"
 	"github.com/lameduck-io/lameduck/internal/kubeclient"
 )
@@ -24,26 +25,18 @@ const checkEvery = time.Second
 // create pods/eviction with the name lameduck-check in the given namespace.
 func check(ctx context.Context, args []string, getenv func(string) string, out io.Writer) error {
 	f := flag.NewFlagSet("webhook check", flag.ContinueOnError)
-	f.SetOutput(io.Discard)
 	kubeconfig := f.String("kubeconfig", getenv("KUBECONFIG"),
 		"kubeconfig file for the API server; empty: the pod's service account")
 	namespace := f.String("namespace", metav1.NamespaceDefault, "a namespace whose deletions wait: not an excluded one")
 	entries := f.Int("entries", 2, "how many entries the webhook configuration has, each of which is asked: "+
 		"pods-0.lameduck.io and so on")
 	wait := f.Duration("wait", time.Minute, "how long it is tried")
-	if err := f.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			fmt.Fprintln(out, "webhook check proves that the API server asks the coordinators. It changes "+
-				"nothing.\n\nFlags:")
-			f.SetOutput(out)
-			f.PrintDefaults()
-			return err
-		}
-		return fmt.Errorf("%w: %w", errUsage, err)
+	if err := cli.Parse(f, args, "webhook check proves that the API server asks the coordinators. It changes nothing.",
+		out); err != nil {
+		return err
 	}
-	if f.NArg() > 0 || *entries < 1 {
-		return fmt.Errorf("%w: --entries %d: must be at least 1, and no other arguments: %q", errUsage, *entries,
-			f.Args())
+	if *entries < 1 {
+		return fmt.Errorf("%w: --entries %d: must be at least 1", errUsage, *entries)
 	}
 	config, err := kubeclient.Config(*kubeconfig, "lameduck-webhook")
 	if err != nil {

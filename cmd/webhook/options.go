@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/lameduck-io/lameduck/internal/certs"
+	"github.com/lameduck-io/lameduck/internal/cli"
 	"github.com/lameduck-io/lameduck/internal/config"
 	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/keys"
@@ -52,7 +53,6 @@ type options struct {
 func flags(o *options, getenv func(string) string) (f *flag.FlagSet, path *string, print *bool) {
 	conf := &o.configuration
 	f = flag.NewFlagSet("webhook", flag.ContinueOnError)
-	f.SetOutput(io.Discard)
 	path = f.String("config", "", "configuration file, kind "+kind+"; ${NAME} in it is replaced by the environment; "+
 		"flags override it; empty: none")
 	print = f.Bool("print-config", false, "print the configuration with its defaults, and end")
@@ -95,18 +95,9 @@ func flags(o *options, getenv func(string) string) (f *flag.FlagSet, path *strin
 func parse(args []string, getenv func(string) string, out io.Writer) (options, error) {
 	o := options{configuration: defaults()}
 	f, path, print := flags(&o, getenv)
-	if err := f.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			fmt.Fprintln(out, "webhook holds deletions of pods until the gateways that route to them have let "+
-				"go.\n\nFlags:")
-			f.SetOutput(out)
-			f.PrintDefaults()
-			return o, err
-		}
-		return o, fmt.Errorf("%w: %w", errUsage, err)
-	}
-	if f.NArg() > 0 {
-		return o, fmt.Errorf("%w: unexpected argument %q", errUsage, f.Arg(0))
+	if err := cli.Parse(f, args, "webhook holds deletions of pods until the gateways that route to them have stopped.",
+		out); err != nil {
+		return o, err
 	}
 	if o.version {
 		fmt.Fprintln(out, version.String("webhook"))
@@ -132,8 +123,9 @@ func parse(args []string, getenv func(string) string, out io.Writer) (options, e
 			return o, fmt.Errorf("%w: --config %q: %w", errUsage, *path, errors.Join(errs...))
 		}
 		// The flags are parsed again, so that they override the file.
-		if f, _, _ = flags(&o, getenv); f.Parse(args) != nil {
-			return o, fmt.Errorf("%w: %q", errUsage, args)
+		f, _, _ = flags(&o, getenv)
+		if err := cli.Parse(f, args, "", out); err != nil {
+			return o, err
 		}
 	}
 	if *print {

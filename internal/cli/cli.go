@@ -44,6 +44,25 @@ func Main(name string, run Run) {
 	os.Exit(1)
 }
 
+// Parse parses a command line that has only flags. For --help it prints about and the flags to out,
+// and returns flag.ErrHelp. Any other error wraps [ErrUsage].
+func Parse(f *flag.FlagSet, args []string, about string, out io.Writer) error {
+	f.SetOutput(io.Discard)
+	err := f.Parse(args)
+	switch {
+	case errors.Is(err, flag.ErrHelp):
+		fmt.Fprintf(out, "%s\n\nFlags:\n", about)
+		f.SetOutput(out)
+		f.PrintDefaults()
+		return err
+	case err != nil:
+		return fmt.Errorf("%w: %w", ErrUsage, err)
+	case f.NArg() > 0:
+		return fmt.Errorf("%w: unexpected argument %q", ErrUsage, f.Arg(0))
+	}
+	return nil
+}
+
 // HostPort checks the syntax of an address to listen at, without resolving names.
 func HostPort(text string) error {
 	_, port, err := net.SplitHostPort(text)

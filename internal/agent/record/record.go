@@ -6,6 +6,7 @@ package record
 import (
 	"archive/tar"
 	"bytes"
+	"cmp"
 	"compress/gzip"
 	"context"
 	"encoding/json"
@@ -13,6 +14,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"net/url"
@@ -78,13 +80,8 @@ func Run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	var kind, admin, of, folder string
 	var most, every time.Duration
 	var paths []string
-	known := make([]string, 0, len(sources))
-	for name := range sources {
-		known = append(known, name)
-	}
-	slices.Sort(known)
+	known := slices.Sorted(maps.Keys(sources))
 	f := flag.NewFlagSet("agent record", flag.ContinueOnError)
-	f.SetOutput(io.Discard)
 	f.StringVar(&kind, "gateway", "", "what is recorded: "+strings.Join(known, ", "))
 	f.StringVar(&admin, "admin", "", "http://HOST:PORT or unix:///PATH of the admin interface; empty: the kind's "+
 		"usual one")
@@ -96,23 +93,13 @@ func Run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	f.DurationVar(&most, "for", 2*time.Minute, "how long to record; Ctrl-C ends it earlier and keeps the archive")
 	f.DurationVar(&every, "every", 100*time.Millisecond, "how often to ask")
 	f.StringVar(&folder, "dir", ".", "where the archive is written")
-	if err := f.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			fmt.Fprintln(stdout,
-				"agent record writes the raw answers of a gateway's admin interface into one archive. "+
-					"Start it in the gateway's\npod or network namespace, delete a pod that the gateway routes to, "+
-					"and wait "+
-					"for the end.\n\nFlags:")
-			f.SetOutput(stdout)
-			f.PrintDefaults()
-			return err
-		}
-		return fmt.Errorf("%w: %w", cli.ErrUsage, err)
+	if err := cli.Parse(f, args, "agent record writes the raw answers of a gateway's admin interface into one archive. "+
+		"Start it in the gateway's\npod or network namespace, delete a pod that the gateway routes to, and wait for the "+
+		"end.", stdout); err != nil {
+		return err
 	}
 	s, ok := sources[kind]
 	switch {
-	case f.NArg() > 0:
-		return fmt.Errorf("%w: unexpected argument %q", cli.ErrUsage, f.Arg(0))
 	case !ok:
 		return fmt.Errorf("%w: --gateway %q: must be one of %s", cli.ErrUsage, kind, strings.Join(known, ", "))
 	case len(s.asks)+len(paths) == 0:
@@ -122,9 +109,7 @@ func Run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	case every <= 0:
 		return fmt.Errorf("%w: --every %s: must be positive", cli.ErrUsage, every)
 	}
-	if admin == "" {
-		admin = s.admin
-	}
+	admin = cmp.Or(admin, s.admin)
 	ask, err := asker(kind, admin)
 	if err != nil {
 		return fmt.Errorf("%w: --admin %q: %w", cli.ErrUsage, admin, err)
@@ -141,9 +126,7 @@ func Run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 			in.Version = string(found[1])
 		}
 	}
-	if in.Version == "" {
-		in.Version = "unknown"
-	}
+	in.Version = cmp.Or(in.Version, "unknown")
 	return in.record(ctx, ask, append(slices.Clone(s.asks), paths...), every, folder, stdout, stderr)
 }
 
