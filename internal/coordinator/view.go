@@ -363,9 +363,10 @@ func (h *history) drain(is drain.View) api.Drain {
 
 // agent, called with the lock, returns k with its introduction and its performance since.
 func (c *Coordinator) agent(k drain.AgentInfo) api.Agent {
-	a := api.Agent{ID: string(k.ID), Name: k.Name, Label: labels[k.Label], Ready: k.Ready, Connected: k.Connected,
-		Since: k.Lost, Suspended: k.Suspended, Declared: k.Declared, Services: k.Services, EveryService: k.Every,
+	a := api.Agent{ID: string(k.ID), Name: k.Name, Label: k.Label.String(), Ready: k.Ready, Connected: k.Connected,
+		Since: k.Lost, Suspended: k.Suspended, Declared: k.Declared, Services: len(k.Routes),
 		Features: []string{}}
+	_, a.EveryService = k.Routes[drain.EveryService]
 	switch {
 	case k.Left:
 		a.State = api.AgentLeft
@@ -391,10 +392,6 @@ func (c *Coordinator) agent(k drain.AgentInfo) api.Agent {
 	a.RemovedSeconds, a.IdleSeconds = i.removed.Seconds(), i.idle.Seconds()
 	return a
 }
-
-// labels are the names of the labels of agents' pods, for operators.
-var labels = map[drain.Label]string{drain.LabelNone: "none", drain.LabelDirected: "directed",
-	drain.LabelObserved: "observed"}
 
 // Acknowledgers returns the agents whose gateways may send to the pods of services, as
 // [drain.Ledger.Acknowledgers] does, with the kinds of their gateways.

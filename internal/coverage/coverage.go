@@ -175,7 +175,7 @@ func (s *Source) nodeAgents() []drain.AgentID {
 	if now := time.Now(); now.Sub(s.at) >= time.Second {
 		s.at, s.nodes = now, nil
 		for _, a := range s.Everywhere() {
-			observes := a.Population == drain.Nodes || a.Undeclared && a.Label == drain.LabelObserved
+			observes := a.Population == drain.Nodes || !a.Declared && a.Label == drain.LabelObserved
 			if a.Barrier && observes && !a.Suspended && a.Until.IsZero() {
 				s.nodes = append(s.nodes, a.ID)
 			}

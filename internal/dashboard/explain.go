@@ -169,7 +169,7 @@ func explainGates(x *api.Explanation, verdict admission.Verdict, barrier bool, p
 		}
 		what := gateway + " of " + p.Name
 		// an agent that may be either is asked first as a directed one
-		observes := p.Barrier && !(p.Undeclared && p.Hold)
+		observes := p.Barrier && !(!p.Declared && p.Hold)
 		if observes {
 			observers = append(observers, p)
 		}
@@ -214,7 +214,7 @@ func explainGates(x *api.Explanation, verdict admission.Verdict, barrier bool, p
 
 func why(p drain.Acknowledger) string {
 	var text string
-	if p.Undeclared {
+	if !p.Declared {
 		text = "it has not declared its routes, so it may route everything"
 	} else {
 		text = "it routes " + routed(p)

@@ -42,7 +42,7 @@ func TestExplanation(t *testing.T) {
 	suspended, away, undeclared := hap, hap, hap
 	suspended.Suspended = true
 	away.Connected, away.Ready, away.Hold, away.Until = false, false, false, time.Now()
-	undeclared.Undeclared, undeclared.Routes, undeclared.Barrier = true, nil, true
+	undeclared.Declared, undeclared.Routes, undeclared.Barrier = false, nil, true
 	web := []drain.Targets{{Service: drain.Service{Namespace: "shop", Name: "web"}, Usable: []drain.UID{"a", "b"}}}
 	drains := admission.Verdict{Action: admission.Drain, Reason: admission.Draining}
 	for name, c := range map[string]struct {

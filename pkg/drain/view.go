@@ -122,16 +122,13 @@ type AgentInfo struct {
 	// ended or, if it never connected, when the API first listed it.
 	Connected bool
 	Lost      time.Time
-	// Declared: it has declared what it routes, if only on an earlier session. Services is how
-	// many. Every: [EveryService] is one of them.
-	Declared bool
-	Services int
-	Every    bool
-	// Population is what it declared with them.
-	Population string
-	// Routes are the declared routes. Namespaces are those for which it receives releases, sorted;
-	// "*" is all. Only [Ledger.Agent] sets both.
+	// Declared: it has declared what it routes, if only on an earlier session: Routes, which must
+	// not be changed, and Population. Otherwise it may route everything.
+	Declared   bool
 	Routes     map[Service]Route
+	Population string
+	// Namespaces are those for which it receives releases, sorted; "*" is all. Only [Ledger.Agent]
+	// sets it.
 	Namespaces []string
 	// Left: its gateway accepts no more traffic. Suspended: drains do not wait for it.
 	Left, Suspended bool
@@ -144,17 +141,15 @@ func (l *Ledger) Agent(id AgentID) AgentInfo {
 		return AgentInfo{}
 	}
 	k := a.known()
-	k.Routes, k.Namespaces = a.routes, slices.Sorted(maps.Keys(a.namespaces))
+	k.Namespaces = slices.Sorted(maps.Keys(a.namespaces))
 	return k
 }
 
 func (a *agent) known() AgentInfo {
 	k := AgentInfo{
 		ID: a.ID, Name: a.Name, Expected: a.listed, Ready: a.Ready, Label: a.Label, Connected: a.session != 0,
-		Declared: a.declared, Services: len(a.routes), Left: a.left, Suspended: a.breaker.open,
-		Population: a.population,
+		Declared: a.declared, Routes: a.routes, Population: a.population, Left: a.left, Suspended: a.breaker.open,
 	}
-	_, k.Every = a.routes[EveryService]
 	if !k.Connected {
 		k.Lost = a.lostAt
 	}
@@ -177,9 +172,7 @@ func (l *Ledger) Agents() []AgentInfo {
 // acknowledge.
 type Acknowledger struct {
 	AgentInfo
-	// Undeclared: it has not declared what it routes, so that it may route everything.
-	Undeclared bool
-	// Routes are what it declared of the Services in question; of an undeclared one there are none.
+	// Routes are what it declared of the Services in question.
 	Routes []Route
 	// Hold: it would have to acknowledge at the hold. Barrier: it can only be asked after the
 	// deletion has begun. Neither: it cannot acknowledge.
@@ -196,11 +189,11 @@ func (l *Ledger) Acknowledgers(now time.Time, services []Service) []Acknowledger
 	parties := []Acknowledger{}
 	for _, k := range l.Agents() {
 		a := l.agents[k.ID]
-		p := Acknowledger{AgentInfo: k, Undeclared: !a.declared}
+		p := Acknowledger{AgentInfo: k}
 		if a.left {
 			continue
 		}
-		if p.Undeclared {
+		if !p.Declared {
 			p.Hold, p.Barrier = a.Label != LabelObserved, a.Label != LabelDirected
 		}
 		for _, s := range slices.Concat(services, []Service{EveryService}) {
@@ -210,9 +203,9 @@ func (l *Ledger) Acknowledgers(now time.Time, services []Service) []Acknowledger
 			}
 			p.Routes = append(p.Routes, r)
 			p.Hold = p.Hold || owesAt(AtHold, r)
-			p.Barrier = p.Barrier || r.Via == Endpoints && r.Kind == Observed
+			p.Barrier = p.Barrier || owesAt(AtBarrier, r)
 		}
-		if !p.Undeclared && len(p.Routes) == 0 {
+		if p.Declared && len(p.Routes) == 0 {
 			continue
 		}
 		if !k.Connected && !k.Ready {

@@ -73,7 +73,7 @@ func TestAcknowledgers(t *testing.T) {
 		var all []string
 		for _, p := range w.Acknowledgers(w.now, []Service{web}) {
 			all = append(all, fmt.Sprintf("%s hold=%t barrier=%t undeclared=%t", p.Name, p.Hold, p.Barrier,
-				p.Undeclared))
+				!p.Declared))
 		}
 		return strings.Join(all, "\n")
 	}

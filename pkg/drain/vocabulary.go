@@ -359,16 +359,12 @@ const (
 )
 
 // ParseLabel reads the value of the label lameduck.io/agent.
-func ParseLabel(value string) Label {
-	switch value {
-	case "directed":
-		return LabelDirected
-	case "observed":
-		return LabelObserved
-	default:
-		return LabelNone
-	}
-}
+func ParseLabel(value string) Label { return Label(max(0, slices.Index(labelNames, value))) }
+
+// String prints the label as operators see it.
+func (l Label) String() string { return target.Name(l, labelNames...) }
+
+var labelNames = []string{"none", "directed", "observed"}
 
 // Expected is an agent that the API says exists.
 type Expected struct {
