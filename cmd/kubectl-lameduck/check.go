@@ -101,17 +101,20 @@ func gather(ctx context.Context, o options, kube kubernetes.Interface) (check.Fa
 		return f, fmt.Errorf("ask the API server: %w", err)
 	}
 	f.Server = server
-	unread := func(object string, err error) {
+	// read records an object that could not be read, and reports whether it could.
+	read := func(object string, err error) bool {
+		if err == nil {
+			return true
+		}
 		fix := "the reason names what is missing; if it is time, a longer --timeout"
 		if apierrors.IsForbidden(err) {
 			fix = "bind the ClusterRole and the Role lameduck-view to your user (docs/kubectl.md)"
 		}
 		f.Unread = append(f.Unread, check.Finding{Level: check.Unknown, Object: object, Problem: err.Error(), Fix: fix})
+		return false
 	}
 	pods, err := list(ctx, o, kube)
-	if err != nil {
-		unread("pods", err)
-	}
+	read("pods", err)
 	// After the shutdown of a node, pods that have ended stay listed.
 	pods = slices.DeleteFunc(pods, func(p corev1.Pod) bool {
 		return p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed
@@ -138,24 +141,16 @@ func gather(ctx context.Context, o options, kube kubernetes.Interface) (check.Fa
 
 	ctx, cancel := context.WithTimeout(ctx, 3*o.timeout)
 	defer cancel()
-	if namespaces, err := kube.CoreV1().Namespaces().List(ctx, metav1.ListOptions{}); err != nil {
-		unread("namespaces", err)
-	} else {
+	if namespaces, err := kube.CoreV1().Namespaces().List(ctx, metav1.ListOptions{}); read("namespaces", err) {
 		f.Namespaces = namespaces.Items
 	}
-	if nodes, err := kube.CoreV1().Nodes().List(ctx, metav1.ListOptions{}); err != nil {
-		unread("nodes", err)
-	} else {
+	if nodes, err := kube.CoreV1().Nodes().List(ctx, metav1.ListOptions{}); read("nodes", err) {
 		f.Nodes = nodes.Items
 	}
-	if services, err := kube.CoreV1().Services("").List(ctx, metav1.ListOptions{}); err != nil {
-		unread("services", err)
-	} else {
+	if services, err := kube.CoreV1().Services("").List(ctx, metav1.ListOptions{}); read("services", err) {
 		f.Services = services.Items
 	}
-	if pods, err := kube.CoreV1().Pods("").List(ctx, metav1.ListOptions{}); err != nil {
-		unread("pods", err)
-	} else {
+	if pods, err := kube.CoreV1().Pods("").List(ctx, metav1.ListOptions{}); read("pods", err) {
 		f.Pods = pods.Items
 		for _, p := range f.Pods {
 			if matches(nodeAgents, p.Labels) {
@@ -164,27 +159,22 @@ func gather(ctx context.Context, o options, kube kubernetes.Interface) (check.Fa
 		}
 	}
 	leases, err := kube.CoordinationV1().Leases(corev1.NamespaceNodeLease).List(ctx, metav1.ListOptions{})
-	if err != nil {
-		unread("leases", err)
-	} else {
+	if read("leases", err) {
 		f.Leases = leases.Items
 	}
 	f.Now = time.Now().Add(ahead)
-	if f.Refused, err = refused(ctx, o, kube); err != nil {
-		unread("workloads", err)
-	}
+	f.Refused, err = refused(ctx, o, kube)
+	read("workloads", err)
 	if proxy, err := kube.CoreV1().ConfigMaps("kube-system").Get(ctx, "kube-proxy", metav1.GetOptions{}); err == nil {
 		f.ProxyMode = check.ProxyMode(proxy)
 	} else if !apierrors.IsNotFound(err) {
-		unread("kube-proxy's mode", err)
+		read("kube-proxy's mode", err)
 	}
 	entries, err := check.Entries(ctx, kube)
-	if err != nil {
-		unread(check.Webhooks, err)
-	}
+	read(check.Webhooks, err)
 	f.Entries = slices.DeleteFunc(entries, func(e check.Entry) bool { return e.Of != check.Configuration })
 	for i := range f.Entries {
-		inspect(ctx, o, kube, &f, all, &f.Entries[i], unread)
+		inspect(ctx, o, kube, &f, all, &f.Entries[i], read)
 	}
 	return f, nil
 }
@@ -240,13 +230,13 @@ func matches(selector string, of map[string]string) bool {
 // inspect sends a test deletion, or a test creation, through one entry, and reads the certificate
 // of the entry's coordinator.
 func inspect(ctx context.Context, o options, kube kubernetes.Interface, f *check.Facts, all replicas, e *check.Entry,
-	unread func(string, error)) {
+	read func(string, error) bool) {
 	ordinal := -1
 	if _, err := fmt.Sscanf(e.Name, "pods-%d.", &ordinal); !e.Mutating && err == nil {
 		_, e.Silent = entry.Ask(ctx, kube, cmp.Or(o.namespace, called("", f.Namespaces, e.Selector),
 			metav1.NamespaceDefault), ordinal)
 		if apierrors.IsForbidden(e.Silent) {
-			unread("pods/eviction", e.Silent)
+			read("pods/eviction", e.Silent)
 			e.Silent = nil
 		}
 	}
