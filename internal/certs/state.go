@@ -30,7 +30,6 @@ import (
 	"encoding/pem"
 	"errors"
 	"fmt"
-	"math/big"
 	"net"
 	"net/netip"
 	"strings"
@@ -206,13 +205,6 @@ func newSet(now time.Time, names []string, t Times) (*Set, error) {
 		} else {
 			leaf.DNSNames = append(leaf.DNSNames, name)
 		}
-	}
-	for _, c := range []*x509.Certificate{authority, leaf} {
-		serial, err := rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), 127))
-		if err != nil {
-			return nil, fmt.Errorf("choose a serial number: %w", err)
-		}
-		c.SerialNumber = serial
 	}
 	caKey, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
