@@ -1,7 +1,6 @@
 package dashboard
 
 import (
-	"fmt"
 	"slices"
 	"strconv"
 	"strings"
@@ -89,18 +88,16 @@ func hooksOf(pod *corev1.Pod) []api.Hook {
 	return hooks
 }
 
-// explainBarrier returns a pod's part of the barrier, and what is missing there. x is nil if the
-// pod has no barrier. agents are all agents that answer hooks, including those that are suspended
+// explainBarrier sets a pod's part of the barrier in to, if the pod has one, and appends what is
+// missing there. agents are all agents that answer hooks, including those that are suspended
 // or cannot observe. asked is how many of them may be asked. node returns the node of an agent.
-func explainBarrier(pod *corev1.Pod, agents []drain.Acknowledger, asked int, node func(drain.Acknowledger) string,
-	services []coverage.Service) (x *api.ExplainedBarrier, missing []api.Uncovered) {
-	uncovered := func(what, format string, args ...any) {
-		missing = append(missing, api.Uncovered{What: what, Why: fmt.Sprintf(format, args...)})
-	}
+func explainBarrier(to *api.Explanation, pod *corev1.Pod, agents []drain.Acknowledger, asked int,
+	node func(drain.Acknowledger) string, services []coverage.Service) {
 	if pod.Annotations[keys.BarrierID] == "" {
-		return nil, nil
+		return
 	}
-	x = &api.ExplainedBarrier{Hooks: hooksOf(pod), Node: pod.Spec.NodeName, Asked: asked, Stated: []api.StatedWait{}}
+	x := &api.ExplainedBarrier{Hooks: hooksOf(pod), Node: pod.Spec.NodeName, Asked: asked, Stated: []api.StatedWait{}}
+	to.Barrier = x
 	bound, err := time.ParseDuration(pod.Annotations[keys.BarrierBound])
 	if err == nil {
 		x.BoundSeconds = bound.Seconds()
@@ -110,7 +107,7 @@ func explainBarrier(pod *corev1.Pod, agents []drain.Acknowledger, asked int, nod
 	}
 	for _, h := range x.Hooks {
 		if h.Kind == hookNone {
-			uncovered("container "+h.Container,
+			uncover(to, "container "+h.Container,
 				"it gets SIGTERM without waiting for the barrier: its own hook cannot be wrapped")
 		}
 	}
@@ -122,10 +119,10 @@ func explainBarrier(pod *corev1.Pod, agents []drain.Acknowledger, asked int, nod
 	switch {
 	case pod.Spec.NodeName == "":
 	case x.Agent == "":
-		uncovered(api.BarrierItself, "no node agent is known on %s: the pod's hooks would be refused there, and it "+
+		uncover(to, api.BarrierItself, "no node agent is known on %s: the pod's hooks would be refused there, and it "+
 			"would be told to stop at once", pod.Spec.NodeName)
 	case !x.Connected:
-		uncovered(api.BarrierItself, "%s, which has the pod's hooks, is not connected here: if it runs, it asks "+
+		uncover(to, api.BarrierItself, "%s, which has the pod's hooks, is not connected here: if it runs, it asks "+
 			"another coordinator or waits for its own kernel alone", x.Agent)
 	}
 	for _, s := range services {
@@ -137,31 +134,28 @@ func explainBarrier(pod *corev1.Pod, agents []drain.Acknowledger, asked int, nod
 		case s.Stated.Wait == 0:
 			continue
 		case stated.Cut:
-			uncovered("the stated wait of "+s.Name.String(), "it states %s, and the pod's hooks last %s at most",
+			uncover(to, "the stated wait of "+s.Name.String(), "it states %s, and the pod's hooks last %s at most",
 				s.Stated, bound)
 		}
 		x.Stated = append(x.Stated, stated)
 	}
-	return x, missing
 }
 
-// uncoveredOf returns the consumers of services that are uncovered or may be, and the reasons why
-// the coverage of a Service is not known.
-func uncoveredOf(services []coverage.Service) (all []api.Uncovered) {
+// explainConsumers appends to x the consumers of services, those that are uncovered or may be, and
+// the reasons why the coverage of a Service is not known.
+func explainConsumers(x *api.Explanation, services []coverage.Service) {
 	for _, s := range services {
 		switch {
 		case !s.Known:
-			all = append(all, api.Uncovered{What: "what else routes " + s.Name.String(),
-				Why: "the Service is not known here"})
+			uncover(x, "what else routes "+s.Name.String(), "the Service is not known here")
 		case s.StatedError != nil:
-			all = append(all, api.Uncovered{What: "the stated wait of " + s.Name.String(),
-				Why: "lameduck.io/stated-wait cannot be read: " + s.StatedError.Error()})
+			uncover(x, "the stated wait of "+s.Name.String(), "lameduck.io/stated-wait cannot be read: %v", s.StatedError)
 		}
 		for _, c := range s.Consumers {
+			x.Consumers = append(x.Consumers, consumerOf(c))
 			if c.State == coverage.Uncovered || c.State == coverage.Possible {
-				all = append(all, api.Uncovered{What: c.Name + ", for " + s.Name.String(), Why: c.Why})
+				uncover(x, c.Name+", for "+s.Name.String(), "%s", c.Why)
 			}
 		}
 	}
-	return all
 }

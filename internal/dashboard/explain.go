@@ -1,6 +1,7 @@
 package dashboard
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -126,15 +127,8 @@ func explanation(e admission.Explanation, parties []drain.Acknowledger, gateways
 	}
 	barrier := e.Pod.Annotations[keys.BarrierID] != ""
 	observers, unable, asked := explainGates(&x, e.Verdict, barrier, parties, gateways, node)
-	for _, s := range covers {
-		for _, c := range s.Consumers {
-			x.Consumers = append(x.Consumers, consumerOf(c))
-		}
-	}
-	x.Uncovered = append(x.Uncovered, uncoveredOf(covers)...)
-	var missing []api.Uncovered
-	x.Barrier, missing = explainBarrier(e.Pod, append(observers, unable...), asked, node, covers)
-	x.Uncovered = append(x.Uncovered, missing...)
+	explainConsumers(&x, covers)
+	explainBarrier(&x, e.Pod, append(observers, unable...), asked, node, covers)
 	x.Summary = summary(x, e)
 	if b := x.Barrier; b != nil && b.Asked > 0 && e.Verdict.Action != admission.Deny {
 		x.Summary += fmt.Sprintf(" Then it would be told to stop when %s",
@@ -162,12 +156,12 @@ func explainGates(x *api.Explanation, verdict admission.Verdict, barrier bool, p
 ) (observers, unable []drain.Acknowledger, asked int) {
 	// A deletion that is denied now waits when the caller tries again.
 	waits := verdict.Action != admission.Allow
+	ask := func(p drain.Acknowledger, at drain.Gate) {
+		x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Node: node(p), Gateway: gateways[p.ID], Gate: at.String(),
+			Connected: p.Connected, Why: why(p)})
+	}
 	for _, p := range parties {
-		gateway := gateways[p.ID]
-		if gateway == "" {
-			gateway = "gateway"
-		}
-		what := gateway + " of " + p.Name
+		what := cmp.Or(gateways[p.ID], "gateway") + " of " + p.Name
 		// an agent that may be either is asked first as a directed one
 		observes := p.Barrier && !(!p.Declared && p.Hold)
 		if observes {
@@ -179,17 +173,13 @@ func explainGates(x *api.Explanation, verdict admission.Verdict, barrier bool, p
 				"waited for")
 			continue
 		case p.Hold && waits:
-			x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Node: node(p), Gateway: gateways[p.ID],
-				Gate:      drain.AtHold.String(),
-				Connected: p.Connected, Why: why(p)})
+			ask(p, drain.AtHold)
 		case p.Hold:
 			uncover(x, what, "the deletion does not wait (%s)", verdict.Reason)
 		}
 		if observes && barrier {
 			asked++
-			x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Node: node(p), Gateway: gateways[p.ID],
-				Gate:      drain.AtBarrier.String(),
-				Connected: p.Connected, Why: why(p)})
+			ask(p, drain.AtBarrier)
 		}
 		if !p.Hold && !p.Barrier {
 			switch {
