@@ -36,7 +36,8 @@ type Directed interface {
 	Apply(ctx context.Context, ops []health.Op) error
 
 	// Observe reads what every live process does with keys. It is an error if one live process
-	// could not be read: an unread process could be routing. A pool that the process taking new
+	// could not be read, because an unread process could be routing, unless that process accepts no
+	// new connections and counts as routing to all keys. A pool that the process taking new
 	// requests has not loaded is no error: the Observation names it as unread and says nothing of
 	// its keys.
 	Observe(ctx context.Context, keys []health.Key) (health.Observation, error)

@@ -19,18 +19,20 @@
 // # What is proved, and how
 //
 // An observation reads the list of processes, then in each process the servers' states, then the
-// counts, then the list again. If the list changed, all of it is read again; if one process does
-// not answer, there is no observation. Because the states are read before the counts, the counts
-// include every request that was assigned to a server before the server was taken out. Active is
-// scur + qcur of "show stat": requests connecting, connected and waiting in the server's own queue.
-// Neither counter includes a request that failed to connect and waits, for up to a second, before
-// it tries *the same server again, even in maintenance* (back_handle_st_cer in HAProxy's
-// src/backend.c). Neither includes one that has just left the queue. So the first count of zero
-// after a target was taken out is accepted only if "show sess" lists no stream for its servers
-// either. While the target stays taken out and the list of processes stays the same, no new stream
-// can begin, so later readings need only the counts. A server's cumulative counters (wretr, qmax)
-// cannot replace "show sess": "clear counters all" resets them. For a routed target, Active is the
-// counts alone.
+// counts, then the list again. If the list changed, all of it is read again. If the process that
+// accepts new connections does not answer, there is no observation. An old one that does not answer
+// counts as routing to every key, so that nothing is acknowledged, and the others are still changed
+// and read. Because the states are read before the counts, the counts include every request that
+// was assigned to a server before the server was taken out. Active is scur + qcur of "show stat":
+// requests connecting, connected and waiting in the server's own queue. Neither counter includes a
+// request that failed to connect and waits, for up to a second, before it tries *the same server
+// again, even in maintenance* (back_handle_st_cer in HAProxy's src/backend.c). Neither includes one
+// that has just left the queue. So the first count of zero after a target was taken out is accepted
+// only if "show sess" lists no stream for its servers either; without that list in time, the target
+// counts as active. While the target stays taken out and the list of processes stays the same, no
+// new stream can begin, so later readings need only the counts. A server's cumulative counters
+// (wretr, qmax) cannot replace "show sess": "clear counters all" resets them. For a routed target,
+// Active is the counts alone.
 //
 // The generation consists of the master's pid and number of reloads, the pids and start times of
 // all workers, and the modification time of the socket. Pids alone are not enough: in a container a

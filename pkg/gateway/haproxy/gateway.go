@@ -44,6 +44,8 @@ type Gateway struct {
 	// process. The value is the list of processes of that reading. While a target stays taken out
 	// in these processes, no stream can begin for it.
 	unused map[health.Key]string
+	// mute has the old processes that the last reading knows nothing of, by pid, and the reason.
+	mute map[int]error
 }
 
 // New checks the configuration, and reads the servers file, or writes one without servers if there
@@ -380,9 +382,18 @@ func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 	states := map[*Backend]*index{}
 	stateErrs := map[*Backend]error{}
 	sealed := sync.OnceValues(func() (bool, error) { return g.sealed(ctx, p.PID) })
-	for i, s := range steps {
+	// Deletions come last, because the list of streams that they need may take too long.
+	deletions := slices.DeleteFunc(slices.Clone(steps), func(s *step) bool {
+		return s.op.Want != health.WantAbsent || !s.last
+	})
+	all := slices.Concat(steps, deletions)
+	for i, s := range all {
 		b := s.backend
 		if p.Old && s.op.Want == health.WantRouted || s.op.Want == health.WantUnknown {
+			continue
+		}
+		if err := g.mute[p.PID]; err != nil && p.Old {
+			s.fail(p.PID, err) // the next reading asks it again
 			continue
 		}
 		if states[b] == nil && stateErrs[b] == nil {
@@ -393,7 +404,14 @@ func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 		}
 		err := stateErrs[b]
 		if err == nil {
-			err = g.step(ctx, p, s, states[b])
+			switch {
+			case i >= len(steps):
+				err = g.del(ctx, p, s, states[b])
+			case s.op.Want == health.WantRouted:
+				err = g.route(ctx, p, s, states[b])
+			default:
+				err = g.remove(ctx, p, s, states[b])
+			}
 		}
 		switch {
 		case err == nil:
@@ -407,7 +425,7 @@ func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 			}
 		case lost(err):
 			// Every further command would wait for its timeout.
-			for _, s := range steps[i:] {
+			for _, s := range all[i:] {
 				s.fail(p.PID, err)
 			}
 			return !gone(err)
@@ -416,15 +434,6 @@ func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 		}
 	}
 	return !again
-}
-
-// step changes one server of one process as the op wants. [Gateway.Observe] shows whether that
-// succeeded.
-func (g *Gateway) step(ctx context.Context, p process, s *step, x *index) error {
-	if s.op.Want == health.WantRouted {
-		return g.route(ctx, p, s, x)
-	}
-	return g.remove(ctx, p, s, x)
 }
 
 func (g *Gateway) setState(ctx context.Context, pid int, b *Backend, srv *server, state string) error {
@@ -473,19 +482,23 @@ func (g *Gateway) route(ctx context.Context, p process, s *step, x *index) error
 	return g.setState(ctx, p.PID, b, srv, "ready")
 }
 
-// remove puts the server of the op into maintenance, and deletes it if it is to be absent and can
-// be deleted.
+// remove puts the server of the op into maintenance.
 func (g *Gateway) remove(ctx context.Context, p process, s *step, x *index) error {
-	b, srv := s.backend, x.byName[s.name]
-	if srv == nil {
+	srv := x.byName[s.name]
+	if srv == nil || srv.takenOut() {
 		return nil
 	}
-	if !srv.takenOut() {
-		if err := g.setState(ctx, p.PID, b, srv, "maint"); err != nil && !errors.Is(err, kindNoServer) {
-			return err
-		}
+	err := g.setState(ctx, p.PID, s.backend, srv, "maint")
+	if errors.Is(err, kindNoServer) {
+		return nil
 	}
-	if s.op.Want == health.WantRemoved {
+	return err
+}
+
+// del deletes the server of the op if it can be deleted.
+func (g *Gateway) del(ctx context.Context, p process, s *step, x *index) error {
+	b := s.backend
+	if x.byName[s.name] == nil {
 		return nil
 	}
 	if safe, err := g.deletable(ctx, p.PID, b, x, s.name); !safe || err != nil {
@@ -537,11 +550,9 @@ func (g *Gateway) Observe(ctx context.Context, keys []health.Key) (o health.Obse
 		_ = g.write() // persist has reported why it cannot be written
 	}
 	var name string
-	unused := g.unused
-	g.unused = nil
 	err = g.steadily(ctx, func(before processes, listed string) (err error) {
 		name = listed
-		o, err = g.observe(ctx, keys, before, listed, unused)
+		o, err = g.observe(ctx, keys, before, listed)
 		return err
 	})
 	if err != nil {
@@ -571,7 +582,7 @@ func (g *Gateway) Observe(ctx context.Context, keys []health.Key) (o health.Obse
 }
 
 func (g *Gateway) observe(ctx context.Context, keys []health.Key, before processes, listed string,
-	unusedIn map[health.Key]string) (o health.Observation, err error) {
+) (o health.Observation, err error) {
 	if !before.current() {
 		return o, &failure{Command: "show proc", Kind: kindGone, Text: "no worker takes new requests"}
 	}
@@ -596,15 +607,36 @@ func (g *Gateway) observe(ctx context.Context, keys []health.Key, before process
 	}
 	o.Generation = listed
 	unused := map[health.Key]bool{}
-	for k, in := range unusedIn {
+	for k, in := range g.unused {
 		unused[k] = in == listed
 	}
+	g.mute = map[int]error{}
+	var silent error
 	for _, p := range before.Workers {
+		if p.Old && silent != nil {
+			g.mute[p.PID] = silent // one is enough to know nothing of any key
+			continue
+		}
 		start, err := g.observeProcess(ctx, p, byBackend, unused, &o)
-		if err != nil {
+		switch {
+		case err == nil:
+			o.Generation += " " + start
+		case p.Old && !gone(err) && !errors.Is(err, kindChanging):
+			silent, g.mute[p.PID] = err, err
+		default:
 			return o, err
 		}
-		o.Generation += " " + start
+	}
+	if silent == nil {
+		return o, nil
+	}
+	o.Generation += " ?" // so that everything is read again when the process answers
+	for _, list := range byBackend {
+		for _, a := range list {
+			is := o.Seen[a.key]
+			is.Present, is.Routed, is.Active = true, true, is.Active+1
+			o.Seen[a.key] = is
+		}
 	}
 	return o, nil
 }
@@ -669,7 +701,13 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 	}
 	var streams map[string]int
 	if listing {
-		if streams, err = g.streams(ctx, p.PID); err != nil {
+		within, cancel := context.WithDeadline(ctx, o.At.Add(g.cli.timeout))
+		streams, err = g.streams(within, p.PID)
+		cancel()
+		if errors.Is(err, kindTimeout) {
+			streams, err = map[string]int{unattributed: 1}, nil // each server may have one
+		}
+		if err != nil {
 			return "", err
 		}
 	}
@@ -744,6 +782,9 @@ func (g *Gateway) Owned(ctx context.Context) ([]health.Key, error) {
 
 func (g *Gateway) owned(ctx context.Context, before processes, keys map[health.Key]bool) error {
 	for _, p := range before.Workers {
+		if p.Old && g.mute[p.PID] != nil {
+			continue // the generation is another one when it answers
+		}
 		for i := range g.backends {
 			b := &g.backends[i]
 			x, err := g.state(ctx, p.PID, b.Backend)

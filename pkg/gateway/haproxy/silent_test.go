@@ -1,0 +1,128 @@
+package haproxy
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// An old worker that does not answer may route to every target. The worker that takes new
+// connections is still read and changed.
+func TestASilentOldWorkerMayRouteEverything(t *testing.T) {
+	t.Parallel()
+	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
+		Backend{Backend: "agent", Lines: []string{"balance roundrobin"}})
+	g := p.gateway()
+	p.start()
+	was, never, comes := routed("agent", "a", "127.0.0.91:1"), key("agent", "b", "127.0.0.92:1"),
+		routed("agent", "c", "127.0.0.93:1")
+	apply(t, g, was)
+	client, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", p.port))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { client.Close() })
+	io.WriteString(client, "GET / HTTP/1.1\r\nHo") // keeps the old worker
+	old := p.worker()
+	p.until("the worker has the client", func() bool {
+		in, err := g.info(t.Context(), old)
+		return err == nil && in.Clients == 1
+	})
+	p.reload()
+	if err := syscall.Kill(old, syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	thaw := func() { syscall.Kill(old, syscall.SIGCONT) }
+	t.Cleanup(thaw)
+	g.cli.timeout = 2 * time.Second
+	out := health.Op{Key: was.Key, Want: health.WantAbsent}
+	if err := g.Apply(t.Context(), []health.Op{comes, out}); !errors.Is(err, kindTimeout) {
+		t.Errorf("removing from a worker that does not answer: %v", err)
+	}
+	keys := []health.Key{was.Key, never, comes.Key}
+	silent, err := g.Observe(t.Context(), keys)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(map[health.Key]health.Seen{
+		was.Key:   {Present: true, Routed: true, Missing: true, Active: 1},
+		never:     {Present: true, Routed: true, Missing: true, Active: 1},
+		comes.Key: {Present: true, Routed: true, Active: 1},
+	}, silent.Seen); diff != "" {
+		t.Error(diff)
+	}
+	if owned, err := g.Owned(t.Context()); err != nil || len(owned) != 2 {
+		t.Errorf("owned: %v, %v", owned, err)
+	}
+	// It is not waited for a second time.
+	begin := time.Now()
+	err = g.Apply(t.Context(), []health.Op{out})
+	if took := time.Since(begin); !errors.Is(err, kindTimeout) || took > g.cli.timeout {
+		t.Errorf("removing once more took %s: %v", took, err)
+	}
+	client.Close()
+	thaw()
+	g.cli.timeout = 20 * time.Second
+	p.until("the old worker has ended", func() bool {
+		o, err := g.Observe(t.Context(), keys)
+		return err == nil && o.Generation != silent.Generation &&
+			o.Seen[never] == health.Seen{Missing: true} && !o.Seen[was.Key].Routed && o.Seen[comes.Key].Routed
+	})
+}
+
+// A list of streams that takes too long shows nothing to be idle, and delays neither other readings
+// nor removals.
+func TestStreamsThatAreNotListedInTime(t *testing.T) {
+	t.Parallel()
+	b := gatewaytest.StartBackend(t, "127.0.0.94")
+	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
+		Backend{Backend: "agent", Lines: []string{"balance roundrobin"}})
+	p.gateway()
+	p.start()
+	p.cfg.MasterSocket = listenUnix(t, func(conn net.Conn) {
+		cmd, err := io.ReadAll(conn)
+		if err == nil && strings.Contains(string(cmd), "show sess") {
+			<-t.Context().Done()
+		}
+		io.WriteString(conn, rawAsk(t, p.socket, string(cmd)))
+	})
+	g := p.gateway()
+	g.cli.timeout = 2 * time.Second
+	stays, first, second := routed("agent", "s", b.Addr.String()), routed("agent", "a", "127.0.0.95:1"),
+		routed("agent", "b", "127.0.0.96:1")
+	apply(t, g, stays, first, second, removed("agent", "a", "127.0.0.95:1"))
+	keys := []health.Key{stays.Key, first.Key, second.Key}
+	for range 2 {
+		o, err := g.Observe(t.Context(), keys)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if diff := cmp.Diff(map[health.Key]health.Seen{
+			stays.Key:  {Present: true, Routed: true},
+			first.Key:  {Present: true, Missing: true, Active: 1},
+			second.Key: {Present: true, Routed: true},
+		}, o.Seen); diff != "" {
+			t.Error(diff)
+		}
+	}
+	// The first needs the list, and the second comes after it in the batch.
+	err := g.Apply(t.Context(), []health.Op{
+		{Key: first.Key, Want: health.WantAbsent}, {Key: second.Key, Want: health.WantAbsent},
+	})
+	if !errors.Is(err, kindTimeout) {
+		t.Errorf("deleting: %v", err)
+	}
+	if is := see(t, g, second.Key); is.Routed {
+		t.Errorf("the second is seen as %+v", is)
+	}
+}
