@@ -28,6 +28,9 @@
 //   - The last chosen target that the gateway really routes to in a pool is not taken out for an
 //     exclusion: it is [Kept] until another one is seen routed, by a reading that began after the
 //     exclusion. A pod that is known to be terminating or deleted is taken out even so.
+//   - While the gateway is unread, targets are added and deleted as the readings before show, and
+//     none is taken out for an exclusion or for its health. Before the first reading nothing is
+//     done.
 //   - No target is taken out for its health unless a reading of the gateway's present generation
 //     shows it routing to a chosen one. That reading may be older than the verdict: an operator who
 //     takes targets out by hand in one process can thereby empty a pool, until the gateway is read

@@ -119,16 +119,18 @@ func (s *Set) listed(p *pool) bool { return s.synced || p.synced }
 
 // done reports whether the last reading shows that want is fulfilled.
 func (s *Set) done(r *record, want Want) bool {
-	if s.generation == 0 || r.seenIn != s.generation {
-		return false
-	}
+	return s.generation != 0 && r.seenIn == s.generation && r.was(want)
+}
+
+// was reports whether want was fulfilled when r was last read, in whatever generation.
+func (r *record) was(want Want) bool {
 	switch want {
 	case WantRouted:
 		return r.is(routed) && !r.is(missing)
 	case WantRemoved:
 		return !r.is(routed)
 	default:
-		return !r.is(present)
+		return !r.is(present | asked)
 	}
 }
 
@@ -193,8 +195,11 @@ func (s *Set) soil(p *pool) {
 // place puts r into the sets and the schedule in which it belongs.
 func (s *Set) place(r *record) {
 	want := s.want(r)
-	todo := s.generation != 0 && want != WantUnknown && !s.done(r, want)
-	if todo && want == WantRemoved && (r.seenIn != s.generation || r.excluded() && r.seenAt < r.pool.asOf) {
+	todo := want != WantUnknown && !s.done(r, want)
+	switch {
+	case s.generation == 0: // a last target is not known, so none is taken out that may be one
+		todo = s.last != 0 && todo && want != WantRemoved && !r.was(want)
+	case want == WantRemoved && (r.seenIn != s.generation || r.excluded() && r.seenAt < r.pool.asOf):
 		todo = false
 	}
 	s.fresh = s.fresh || todo && !s.todo.has(r)

@@ -131,17 +131,25 @@ func naiveOf(s *Set) naive {
 				want, why = WantRouted, WhyHeldBack
 			}
 			n.Whys[k] = why
-			done := read
+			var as bool
 			switch want {
 			case WantRouted:
-				done = done && r.is(routed) && !r.is(missing)
+				as = r.is(routed) && !r.is(missing)
 			case WantRemoved:
-				done = done && !r.is(routed)
+				as = !r.is(routed)
 			case WantAbsent:
-				done = done && !r.is(present)
+				as = !r.is(present) && !r.is(asked)
 			}
-			unread := !read || excluded(r) && r.seenAt < asOf
-			if s.generation != 0 && want != WantUnknown && !done && !(want == WantRemoved && unread) {
+			todo := !(read && as)
+			switch {
+			case want == WantUnknown:
+				todo = false
+			case s.generation == 0:
+				todo = s.last > 0 && want != WantRemoved && !as
+			case want == WantRemoved:
+				todo = todo && read && !(excluded(r) && r.seenAt < asOf)
+			}
+			if todo {
 				n.Todo[k] = want.String()
 			}
 			if !read || r.is(asked) || excluded(r) || r.is(claimed) && r.seenAt < asOf {

@@ -203,8 +203,10 @@ func (s *Set) Adopt(now time.Time, keys []Key) {
 
 // Pending returns the operations that the last readings do not show as done, in the order to apply
 // them: first those that bring targets in, then those that take them out, then those that delete
-// them. There are none while the gateway is unread. An exclusion removes only targets that were
-// read in this generation, after the last exclusion in their pool began. So the set first finds out
+// them. While the gateway is unread these are only those that bring targets in or delete them, as
+// the readings before show: a process of the gateway may be dead or hang, and the others, and what
+// the next one starts with, follow EndpointSlices. An exclusion removes only targets that were read
+// in this generation, after the last exclusion in their pool began. So the set first finds out
 // which target of the pool is the last one. The caller applies the operations and then reads their
 // keys: until then the set does not forget a key that was to be routed.
 func (s *Set) Pending() []Op {

@@ -319,9 +319,38 @@ func TestNothingIsAskedOfAGatewayThatWasNotRead(t *testing.T) {
 	w.pending("routed web/10.0.0.1:80@a")
 	w.step()
 	w.pending("")
+}
+
+// The gateway may be dead, or one of its processes hang. What it starts with next, and what the
+// other processes do, follows EndpointSlices. No target is taken out that could be the last one.
+func TestAGatewayThatCannotBeReadFollowsEndpoints(t *testing.T) {
+	w := serving(t, "a b c d")
+	w.SetCheck(w.now, "web", everySecond)
+	w.exclude("b", "r")
+	w.settle()
+	w.exclude("c", "r")
 	w.Void(w.now)
-	w.list("web", ready("a b"))
 	w.pending("")
+	w.list("web", ready("b c d e"))
+	w.pending("routed web/10.0.0.5:80@e, absent web/10.0.0.1:80@a")
+	for range 3 {
+		w.outcome(Key{"web", targetOf("d")}, Outcome{Kind: TCPFailure})
+	}
+	w.MarkTerminating(w.now, "c")
+	w.Readmit("b", "r")
+	ops := "routed web/10.0.0.2:80@b, routed web/10.0.0.5:80@e, absent web/10.0.0.1:80@a, absent web/10.0.0.3:80@c"
+	w.pending(ops)
+	w.proxy.apply(w.Pending())
+	w.Void(w.now)
+	w.pending(ops) // again: whether it was carried out is not known
+	w.list("web", ready("b d"))
+	w.pending("routed web/10.0.0.2:80@b, absent web/10.0.0.1:80@a, absent web/10.0.0.3:80@c, absent web/10.0.0.5:80@e")
+	w.proxy.apply(w.Pending())
+	w.settle()
+	w.routed("web", "b")
+	if w.known("web") != 2 {
+		t.Errorf("the set knows %d targets, want b and d", w.known("web"))
+	}
 }
 
 func TestNothingIsTakenOutForWantOfAClaimBeforeSynced(t *testing.T) {

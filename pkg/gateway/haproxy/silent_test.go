@@ -1,19 +1,25 @@
 package haproxy
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
+	"maps"
 	"net"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 // An old worker that does not answer may route to every target. The worker that takes new
@@ -93,8 +99,9 @@ func TestStreamsThatAreNotListedInTime(t *testing.T) {
 		cmd, err := io.ReadAll(conn)
 		if err == nil && strings.Contains(string(cmd), "show sess") {
 			<-t.Context().Done()
+		} else if err == nil {
+			io.WriteString(conn, rawAsk(t, p.socket, string(cmd)))
 		}
-		io.WriteString(conn, rawAsk(t, p.socket, string(cmd)))
 	})
 	g := p.gateway()
 	g.cli.timeout = 2 * time.Second
@@ -125,4 +132,54 @@ func TestStreamsThatAreNotListedInTime(t *testing.T) {
 	if is := see(t, g, second.Key); is.Routed {
 		t.Errorf("the second is seen as %+v", is)
 	}
+}
+
+// HAProxy starts with what the file lists. While it is down the file follows EndpointSlices, also
+// when the agent dies before HAProxy was seen to have what was added last.
+func TestTheFileFollowsWhileHAProxyIsDown(t *testing.T) {
+	t.Parallel()
+	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
+		Backend{Backend: "agent", Lines: []string{"balance roundrobin"}})
+	g := p.gateway()
+	p.start()
+	set := health.New(health.Options{})
+	set.Synced()
+	director := gateway.NewDirector(g, set, slog.New(slog.DiscardHandler), gateway.Hooks{})
+	ctx, cancel := context.WithCancel(t.Context())
+	var wg sync.WaitGroup
+	wg.Go(func() { director.Run(ctx) })
+	t.Cleanup(wg.Wait)
+	t.Cleanup(cancel)
+	lists := func(unlisted, listed health.Op) {
+		set.Change(time.Now(), "agent", []health.Change{
+			{Endpoint: health.Endpoint{Target: unlisted.Target}, Unlisted: true},
+			{Endpoint: health.Endpoint{Target: listed.Target, Routable: true}},
+		})
+		director.Wake()
+	}
+	has := func(op health.Op) {
+		t.Helper()
+		name, err := serverName(op.Target)
+		if err != nil {
+			t.Fatal(err)
+		}
+		planes.Until(t, "the file lists "+name, func() bool {
+			have, err := readFile(p.cfg.ServersFile)
+			return err == nil && maps.Equal(have["agent"], map[string]bool{name: true})
+		})
+	}
+	first, second, third := routed("agent", "a", "127.0.0.97:1"), routed("agent", "b", "127.0.0.98:1"),
+		routed("agent", "c", "127.0.0.99:1")
+	lists(first, first)
+	planes.Until(t, "the first is routed", director.Programmed)
+	p.end(p.cmd, p.exited)
+	lists(first, second)
+	has(second)
+	lists(second, third) // the second was never seen in HAProxy
+	has(third)
+	p.start()
+	planes.Until(t, "the new process is read", func() bool {
+		d := set.Targets()
+		return len(d) == 1 && d[0].Read && d[0].Seen.Routed
+	})
 }
