@@ -275,6 +275,39 @@ func TestANewPodIsWellEnoughForTheLastToGo(t *testing.T) {
 	w.routed("web", "c")
 }
 
+// The checks of an agent that starts may be known only after the gateway was first read.
+func TestWhomAnEarlierAgentTookOutStaysOutUnderALateCheck(t *testing.T) {
+	start := func() *world {
+		w := newWorld(t)
+		for _, text := range []string{"a", "b"} {
+			w.proxy.now[Key{"web", targetOf(text)}] = &server{routed: text != "a"}
+		}
+		w.Adopt(w.now, slices.Collect(maps.Keys(w.proxy.now)))
+		w.read(nil)
+		return w
+	}
+	w := start()
+	w.SetCheck(w.now, "web", everySecond)
+	w.list("web", ready("a b"))
+	w.Synced()
+	w.settle()
+	w.routed("web", "b")
+	w.why("a:unproven b:chosen")
+	w.SetCheck(w.now, "web", Check{})
+	w.settle()
+	w.routed("web", "a b")
+
+	// Without a check there is no doubt, nor is one that has been routed since in doubt.
+	w = start()
+	w.list("web", ready("a b"))
+	w.Synced()
+	w.settle()
+	w.routed("web", "a b")
+	w.SetCheck(w.now, "web", everySecond)
+	w.settle()
+	w.routed("web", "a b")
+}
+
 // An agent that starts has no verdicts. Whom the one before it had taken out stays out until a
 // probe succeeds, and everybody else goes on.
 func TestWhomAnEarlierAgentTookOutStaysOutUntilAProbeSucceeds(t *testing.T) {

@@ -59,8 +59,11 @@ func (r *record) excluded() bool { return r.pod != nil }
 // routable reports whether r is claimed by a pod that is not terminating, and is neither excluded
 // nor in doubt.
 func (r *record) routable() bool {
-	return r.is(claimed) && !r.excluded() && (r.flags&doubts == 0 || r.pool.desperate)
+	return r.is(claimed) && !r.excluded() && (!r.doubted() || r.pool.desperate)
 }
+
+// doubted reports whether r waits for a probe or a verdict of its pool's check.
+func (r *record) doubted() bool { return r.flags&doubts != 0 && r.pool.check != nil }
 
 // chosen reports whether r should have traffic.
 func (r *record) chosen() bool {
@@ -149,7 +152,7 @@ func (s *Set) refresh(r *record) {
 		case r.excluded():
 			c |= 1 << isExcluded
 			withheld = !r.pod.terminating
-		case r.flags&doubts != 0:
+		case r.doubted():
 			withheld = true
 		default:
 			c |= 1 << isRoutable

@@ -29,7 +29,7 @@ func naiveOf(s *Set) naive {
 		}
 		excluded := func(r *record) bool { return r.target.UID != "" && s.pods[r.target.UID] != nil }
 		dead := func(r *record) bool { return excluded(r) && s.pods[r.target.UID].terminating }
-		lapsed := func(r *record) bool { return r.is(unproven) || r.is(found) }
+		lapsed := func(r *record) bool { return p.check != nil && (r.is(unproven) || r.is(found)) }
 		for _, r := range all {
 			if excluded(r) {
 				n.Pods[r.target.UID]++
@@ -115,7 +115,7 @@ func naiveOf(s *Set) naive {
 				want, why = WantUnknown, WhyNotSynced
 			case excluded(r):
 				why = WhyExcluded
-			case r.is(found) && c.routable > 0:
+			case lapsed(r) && r.is(found) && c.routable > 0:
 				why = WhyUnproven
 			case lapsed(r) && c.routable > 0:
 				why = WhyLapsed

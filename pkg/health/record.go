@@ -52,11 +52,12 @@ const (
 	// scheduled: the target is probed. inFlight: the outcome of a probe is awaited.
 	scheduled
 	inFlight
-	// found: the gateway had it taken out when the agent started, and its check has had neither a
-	// success nor a verdict since.
+	// found: the gateway had it taken out when the agent started, and its check, which may be known
+	// only later, has had neither a success nor a verdict since.
 	found
 
-	// doubts keep a target out although it is claimed and its pod has no holder.
+	// doubts keep a target out although it is claimed and its pod has no holder, if its pool has a
+	// check.
 	doubts = unproven | found
 )
 

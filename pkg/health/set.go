@@ -276,7 +276,9 @@ func (s *Set) Observe(now time.Time, o Observation) {
 			(r.is(claimed) || !s.listed(r.pool)) {
 			// An earlier agent took it out, perhaps for its health: of that agent's verdicts only
 			// the state of the gateway is left.
-			r.set(found, p.check != nil && !r.is(own))
+			r.set(found, !r.is(own))
+		} else if seen.Routed && p.check == nil {
+			r.set(found, false)
 		}
 		idle := !seen.Routed && seen.Active == 0
 		switch {
