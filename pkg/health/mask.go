@@ -18,9 +18,10 @@ type pool struct {
 	// routable, so those in doubt are: targets of lapsed exclusions, and targets that the gateway
 	// had taken out when the agent started.
 	open, desperate bool
-	// asOf is when the latest exclusion began of a pod that is not terminating and that the gateway
-	// still routes to in this pool. never: there is none.
-	asOf int64
+	// latest is when the latest exclusion began of a pod that is not terminating and that the gateway
+	// still routes to in this pool. asOf is the same, of the exclusions that the last reading is
+	// evidence for. never: there is none.
+	latest, asOf int64
 	// hold: the gateway has not been seen to route to any chosen target, so none is taken out for
 	// its health until it does.
 	hold bool
@@ -45,7 +46,7 @@ const (
 	isRoutable
 	isUsable // and routable
 	// isSure: a chosen target that every process routes to, by a reading of the present generation.
-	// isFresh: also read since the last exclusion in the pool began. isWell: also usable.
+	// isFresh: also read since asOf. isWell: also usable.
 	isSure
 	isFresh
 	isWell
@@ -202,13 +203,14 @@ func (s *Set) place(r *record) {
 	switch {
 	case s.generation == 0: // a last target is not known, so none is taken out that may be one
 		todo = s.last != 0 && todo && want != WantRemoved && !r.was(want)
-	case want == WantRemoved && (r.seenIn != s.generation || r.excluded() && r.seenAt < r.pool.asOf):
+	case want == WantRemoved && (r.seenIn != s.generation ||
+		r.excluded() && r.seenAt < max(r.pool.asOf, r.pod.excludedAt)):
 		todo = false
 	}
 	s.fresh = s.fresh || todo && !s.todo.has(r)
 	s.todo.put(r, todo)
 	s.watched.put(r, s.generation == 0 || r.seenIn != s.generation || r.is(asked) || r.excluded() ||
-		r.is(claimed) && r.seenAt < r.pool.asOf)
+		r.is(claimed) && r.seenAt < r.pool.latest)
 	s.plan(r, r.is(claimed) && !r.terminating())
 }
 
@@ -228,14 +230,17 @@ func (s *Set) settlePool(p *pool) {
 	if desperate := p.n[isRoutable] == 0 && len(p.withheld.all) > 0; desperate != p.desperate {
 		p.desperate, sweep = desperate, true
 	}
-	asOf := never
+	latest, asOf := never, never
 	for _, r := range p.withheld.all {
 		if r.excluded() && s.serves(r) {
-			asOf = max(asOf, r.pod.excludedAt)
+			latest = max(latest, r.pod.excludedAt)
+			if r.pod.excludedAt <= s.readAt {
+				asOf = max(asOf, r.pod.excludedAt)
+			}
 		}
 	}
-	if asOf != p.asOf {
-		p.asOf, sweep = asOf, true
+	if latest != p.latest || asOf != p.asOf {
+		p.latest, p.asOf, sweep = latest, asOf, true
 	}
 	if sweep {
 		s.sweep(p)
@@ -290,14 +295,16 @@ func (s *Set) sweep(p *pool) {
 func (s *Set) mayStay(r *record) bool { return s.serves(r) && !r.routable() }
 
 // compareKept orders the candidates to be kept. If leans is set, usable ones come first. Then come
-// those that no process lacks, usable ones, those without a holder, and those that were excluded
-// later.
+// those that were read since asOf, those that no process lacks, usable ones, those without a holder,
+// and those that were excluded later.
 func compareKept(a, b *record, leans bool) int {
 	rank := func(r *record) (rank int, order uint64) {
 		if r.pod != nil {
 			order = r.pod.order
 		}
-		for _, better := range []bool{leans && r.verdict.Usable(), !r.is(missing), r.verdict.Usable(), !r.excluded()} {
+		for _, better := range []bool{
+			leans && r.verdict.Usable(), r.seenAt >= r.pool.asOf, !r.is(missing), r.verdict.Usable(), !r.excluded(),
+		} {
 			rank *= 2
 			if better {
 				rank++

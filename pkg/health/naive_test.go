@@ -56,10 +56,14 @@ func naiveOf(s *Set) naive {
 			return r.is(claimed) && !excluded(r) && (!lapsed(r) || c.routable == 0) &&
 				(r.verdict.Usable() || open || c.routable == 0)
 		}
-		asOf := never
+		latest, asOf := never, never
 		for _, r := range all {
 			if excluded(r) && !dead(r) && serves(r) {
-				asOf = max(asOf, s.pods[r.target.UID].excludedAt)
+				began := s.pods[r.target.UID].excludedAt
+				latest = max(latest, began)
+				if began <= s.readAt {
+					asOf = max(asOf, began)
+				}
 			}
 		}
 		// No other is well, and one that is to go, and serves, is.
@@ -147,12 +151,12 @@ func naiveOf(s *Set) naive {
 			case s.generation == 0:
 				todo = s.last > 0 && want != WantRemoved && !as
 			case want == WantRemoved:
-				todo = todo && read && !(excluded(r) && r.seenAt < asOf)
+				todo = todo && read && !(excluded(r) && (r.seenAt < asOf || r.seenAt < s.pods[r.target.UID].excludedAt))
 			}
 			if todo {
 				n.Todo[k] = want.String()
 			}
-			if !read || r.is(asked) || excluded(r) || r.is(claimed) && r.seenAt < asOf {
+			if !read || r.is(asked) || excluded(r) || r.is(claimed) && r.seenAt < latest {
 				n.Watched[k] = ""
 			}
 			if r.is(claimed) && !dead(r) && p.check != nil {

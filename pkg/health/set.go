@@ -97,7 +97,8 @@ func (s *Set) pool(name Pool) *pool {
 	if p := s.pools[name]; p != nil {
 		return p
 	}
-	p := &pool{name: name, targets: map[Target]*record{}, withheld: records{which: inWithheld}, asOf: never, hold: true}
+	p := &pool{name: name, targets: map[Target]*record{}, withheld: records{which: inWithheld}, hold: true,
+		latest: never, asOf: never}
 	s.pools[name] = p
 	return p
 }
@@ -206,9 +207,9 @@ func (s *Set) Adopt(now time.Time, keys []Key) {
 // them. While the gateway is unread these are only those that bring targets in or delete them, as
 // the readings before show: a process of the gateway may be dead or hang, and the others, and what
 // the next one starts with, follow EndpointSlices. An exclusion removes only targets that were read
-// in this generation, after the last exclusion in their pool began. So the set first finds out
-// which target of the pool is the last one. The caller applies the operations and then reads their
-// keys: until then the set does not forget a key that was to be routed.
+// in this generation, after it began, by a reading that shows another target routed. So the set
+// first finds out which target of the pool is the last one. The caller applies the operations and
+// then reads their keys: until then the set does not forget a key that was to be routed.
 func (s *Set) Pending() []Op {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -729,6 +729,26 @@ func TestOfTwoBuriedOneThatEveryProcessHasIsKept(t *testing.T) {
 	w.pending("removed web/10.0.0.2:80@b")
 }
 
+// Of many exclusions, one begins during each reading. It must not void the reading for those that
+// began before it.
+func TestNewExclusionsDoNotDelayOlderOnes(t *testing.T) {
+	w := serving(t, "a b c d e f g h")
+	for _, uid := range strings.Fields("a b c d e f g h") {
+		w.exclude(UID(uid), "r")
+		w.proxy.apply(w.Pending())
+		w.pass(10 * time.Millisecond)
+		o := w.proxy.read(w.now, w.Watched())
+		w.pass(10 * time.Millisecond)
+		w.exclude(UID(rune(uid[0]+1)), "r") // before the reading ends
+		w.Observe(w.now, o)
+		if s := w.Pending(); uid != "h" && (len(s) != 1 || s[0].Key.Target.UID != UID(uid)) {
+			t.Fatalf("after a reading since the exclusion of %s, %v are pending", uid, s)
+		}
+	}
+	w.settle()
+	w.routed("web", "h")
+}
+
 func TestEachHolderHasItsOwnExpiry(t *testing.T) {
 	w := serving(t, "a b")
 	if !w.exclude("a", "r1") || w.exclude("a", "r1") || !w.exclude("a", "r2") {
