@@ -178,7 +178,7 @@ func (h *held) see(c connection, old bool, waiting, began, ended time.Time) {
 	case c.protocol != unix.IPPROTO_TCP, h.kept:
 	case h.again:
 		h.kept = quiet >= keptQuiet || min(began.Sub(h.first), began.Sub(waiting)) >= maxKept
-	case h.answeredOnce(c.to.Addr()), h.unused(), old && c.answered.packets == 0:
+	case h.answeredOnce(c.to.Addr()), h.unused(), old && c.asked.packets == 0:
 		h.kept = quiet >= maxKept
 	}
 }

@@ -544,6 +544,10 @@ func TestHeld(t *testing.T) {
 			counts: every(100*ms, 100, func(int64) count { return count{} })},
 		{name: "the first request is younger than counters", old: true, kept: -1,
 			counts: every(100*ms, 100, func(int64) count { return count{asked: sent(3, 200), answered: sent(2, 0)} })},
+		{name: "no answer to a SYN that is younger than counters", old: true, kept: -1,
+			counts: every(100*ms, 100, func(i int64) count { return count{asked: sent(1+i/10, 0)} })},
+		{name: "no answer to one SYN, which is younger than counters", old: true, kept: -1,
+			counts: every(100*ms, 100, func(int64) count { return count{asked: sent(1, 0)} })},
 		{name: "not TCP", udp: true, kept: -1,
 			counts: every(100*ms, 100, func(int64) count {
 				return count{asked: sent(4, 200), answered: sent(3, 100)}
