@@ -99,6 +99,14 @@ func attach(c Config, maxExclusions uint32) (*attached, error) {
 	a := &attached{cgroup: cgroup, pins: filepath.Join(c.Pins, c.PodUID), cgroups: map[uint64]bool{},
 		maps: map[string]*ebpf.Map{}}
 	sweepPins(c.Pins, a.pins)
+	_, none := os.Stat(filepath.Join(a.pins, linkName(0)))
+	fail := func(err error) (*attached, error) {
+		a.close()
+		if errors.Is(none, fs.ErrNotExist) { // sweepPins needs a link, and an earlier agent has left none
+			_ = os.RemoveAll(a.pins)
+		}
+		return nil, err
+	}
 	err = os.MkdirAll(a.pins, 0o700)
 	for name, spec := range mapSpecs(maxExclusions) {
 		if err != nil {
@@ -113,8 +121,7 @@ func attach(c Config, maxExclusions uint32) (*attached, error) {
 		a.maps[name] = m
 	}
 	if err != nil {
-		a.close()
-		return nil, fmt.Errorf("make maps in %s (it needs bpffs, CONFIG_BPF_SYSCALL): %w", a.pins, err)
+		return fail(fmt.Errorf("make maps in %s (it needs bpffs, CONFIG_BPF_SYSCALL): %w", a.pins, err))
 	}
 	if a.programs, err = loadPrograms(a.maps); err == nil {
 		err = a.link()
@@ -123,8 +130,7 @@ func attach(c Config, maxExclusions uint32) (*attached, error) {
 		err = a.verify()
 	}
 	if err != nil {
-		a.close()
-		return nil, err
+		return fail(err)
 	}
 	return a, nil
 }

@@ -765,6 +765,31 @@ func TestThePinsOfAPodThatHasEnded(t *testing.T) {
 	}
 }
 
+// An agent that fails leaves no maps behind where none was before: the next agent would not know
+// that the pod has ended, and the kernel would keep them until the node restarts.
+func TestWhatAnAgentThatFailsHasPinned(t *testing.T) {
+	p := newPod(t, false)
+	pins := filepath.Join(p.config.Pins, p.uid)
+	if _, err := open(p.config, 1<<31); err == nil {
+		t.Fatal("the kernel has made a map of 2,147,483,648 entries")
+	}
+	if left, err := os.ReadDir(pins); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("%d files are pinned, %v", len(left), err)
+	}
+	g, err := open(p.config, maxExclusions)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g.close()
+	// What an earlier agent has attached continues to direct.
+	if _, err := open(p.config, 1<<31); err == nil {
+		t.Fatal("the kernel has made a map of 2,147,483,648 entries")
+	}
+	if _, err := os.Stat(filepath.Join(pins, linkName(0))); err != nil {
+		t.Error("the link of an earlier agent:", err)
+	}
+}
+
 // agent is an agent that drains for as long as it lives.
 func agent() {
 	var c Config
