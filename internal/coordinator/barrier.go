@@ -37,10 +37,11 @@ type PodContext struct {
 	Addresses []netip.AddrPort
 	// Targets are the Services that list the pod, or recently did, with their usable targets.
 	Targets []drain.Targets
-	// Stated to Young are as in [drain.Barrier].
+	// Stated to Listed are as in [drain.Barrier].
 	Stated                  time.Duration
 	Last, LastOne, LastHere bool
 	Young                   time.Duration
+	Listed                  bool
 	// IdleBound is the longest time to wait for idle keep-alive connections that the pod or one of
 	// its Services states.
 	IdleBound time.Duration
@@ -297,6 +298,7 @@ func (b *Bar) Turn(now time.Time) {
 func (c *Core) openBarrier(now time.Time, b drain.Barrier, s PodContext) drain.Status {
 	b.Services = servicesOf(s.Targets)
 	b.Stated, b.Last, b.LastOne, b.LastHere, b.Young = s.Stated, s.Last, s.LastOne, s.LastHere, s.Young
+	b.Listed = s.Listed
 	status := c.Ledger.OpenBarrier(now, b)
 	c.settle(now)
 	return status

@@ -31,6 +31,9 @@ import (
 // idle keep-alive ones.
 const idleBound = "lameduck.io/idle-bound"
 
+// labelProxyName is a label of Services that kube-proxy leaves to another proxy.
+const labelProxyName = "service.kubernetes.io/service-proxy-name"
+
 // heardBy is how long after a pod became ready the kernels of all nodes know it. It is as long as
 // gateways take to learn that a pod is not ready any more. A kernel that does not know the pod yet
 // looks as if it had removed the pod, but it may begin to send after its agent has reported
@@ -136,6 +139,7 @@ func (v *Source) PodContext(ctx context.Context, agent string, pod drain.Pod) (s
 		s.IdleBound = max(s.IdleBound, v.duration(&of, idleBound, time.ParseDuration))
 		if !l.Left && of.Spec.ClusterIP != corev1.ClusterIPNone {
 			all = append(all, standing{of: of, name: l.Service, last: s.Targets[i].Last(pod.UID)})
+			s.Listed = s.Listed || ready && everywhere(&of)
 		}
 	}
 	return s, v.last(ctx, all, &is, &s)
@@ -216,6 +220,12 @@ func (v *Source) last(ctx context.Context, all []standing, pod *corev1.Pod, s *c
 	}
 	s.LastOne, s.LastHere = last && one, lastHere && here
 	return nil
+}
+
+// everywhere reports whether each change of a Service's endpoints makes kube-proxy write on each
+// node. With an internal Local policy it may have nothing to write on a node without an endpoint.
+func everywhere(of *corev1.Service) bool {
+	return of.Spec.ClusterIP != "" && !inside(of) && of.Labels[labelProxyName] == ""
 }
 
 func inside(of *corev1.Service) bool {

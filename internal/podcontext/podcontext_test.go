@@ -377,6 +377,69 @@ func TestTheLastTargetIsJudgedForEachService(t *testing.T) {
 	}
 }
 
+// The node of a pod for which there must be rules does not acknowledge by having none. In every
+// other case the absence of rules shows nothing, and must not cost the deletion its bound.
+func TestForWhichPodsEveryNodeHasRules(t *testing.T) {
+	local := ptr.To(corev1.ServiceInternalTrafficPolicyLocal)
+	for name, c := range map[string]struct {
+		spec               corev1.ServiceSpec
+		label              string
+		unready, left, out bool
+		want               bool
+	}{
+		"a Service":             {spec: corev1.ServiceSpec{ClusterIP: "10.96.0.7"}, want: true},
+		"none":                  {spec: corev1.ServiceSpec{ClusterIP: "10.96.0.7"}, out: true},
+		"headless":              {spec: corev1.ServiceSpec{ClusterIP: corev1.ClusterIPNone}},
+		"not known":             {},
+		"never ready":           {spec: corev1.ServiceSpec{ClusterIP: "10.96.0.7"}, unready: true},
+		"of another proxy":      {spec: corev1.ServiceSpec{ClusterIP: "10.96.0.7"}, label: "other"},
+		"that the pod has left": {spec: corev1.ServiceSpec{ClusterIP: "10.96.0.7"}, left: true},
+		"of the node's own pods": {
+			spec: corev1.ServiceSpec{ClusterIP: "10.96.0.7", InternalTrafficPolicy: local},
+		},
+		"of the node's own pods for clients outside": {
+			spec: corev1.ServiceSpec{ClusterIP: "10.96.0.7", ExternalTrafficPolicy: "Local"}, want: true,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			pod := going()
+			if c.unready {
+				pod.Status.Conditions[0].Status = corev1.ConditionFalse
+			}
+			slice := &discovery.EndpointSlice{
+				ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "web-1",
+					Labels: map[string]string{discovery.LabelServiceName: "web"}, ResourceVersion: "7"},
+				AddressType: discovery.AddressTypeIPv4, Ports: []discovery.EndpointPort{{Port: ptr.To(int32(80))}},
+				Endpoints: []discovery.Endpoint{entry("uid-a", "n1", true, false)},
+			}
+			service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "web",
+				Labels: map[string]string{labelProxyName: c.label}}, Spec: c.spec}
+			v := &Source{
+				Reader: fake.NewClientBuilder().WithObjects(pod, service, slice, &corev1.Pod{
+					ObjectMeta: metav1.ObjectMeta{Namespace: "lameduck-node", Name: "agent-x", UID: "x"},
+				}).Build(),
+				Index: endpoints.NewIndex(), Log: slog.New(slog.DiscardHandler), Now: time.Now,
+				Known: func() bool { return true }, Synced: func() bool { return true },
+				Going: func(drain.UID) bool { return false },
+			}
+			index := v.Index.(*endpoints.Index) //nolint:forcetypeassert // see above
+			if !c.out {
+				index.Apply(time.Now(), slice)
+			}
+			if c.left {
+				without := slice.DeepCopy()
+				without.ResourceVersion, without.Endpoints = "8", nil
+				index.Apply(time.Now(), without)
+			}
+			got, err := v.PodContext(t.Context(), "lameduck-node/agent-x",
+				drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"})
+			if err != nil || got.Listed != c.want {
+				t.Errorf("%+v, %v; want listed %t", got, err, c.want)
+			}
+		})
+	}
+}
+
 // Without this, a replica that has just started ends the barriers of pods that it has not heard of
 // yet.
 func TestAColdViewKnowsNothing(t *testing.T) {

@@ -69,6 +69,8 @@ type Barrier struct {
 	// Young is how long after the deletion a gateway may still not have learned that the pod is
 	// ready.
 	Young time.Duration
+	// Listed is as in [Watch].
+	Listed bool
 }
 
 // barrier is the additional state of a drain at the barrier.
@@ -77,8 +79,8 @@ type barrier struct {
 	bound   time.Duration
 	targets []netip.AddrPort
 	stated  time.Duration
-	// observe is as in Barrier. inFlight: an agent has reported connections in flight.
-	observe, inFlight bool
+	// observe and listed are as in Barrier. inFlight: an agent has reported connections in flight.
+	observe, listed, inFlight bool
 	// sample has the agents that are asked, nil if all are. rest is how long the barrier waits for
 	// the nodes outside of it.
 	rest   time.Duration
@@ -137,7 +139,7 @@ func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 		}
 		*is = barrier{
 			by: b.By, bound: b.Bound, targets: slices.Clone(b.Targets), stated: b.Stated, young: b.Young,
-			removedBy: h.barrier.removedBy, observe: b.Observe,
+			removedBy: h.barrier.removedBy, observe: b.Observe, listed: b.Listed,
 		}
 		if h.reason != PodDeleted {
 			// It is not opened again: all later questions about this pod belong to the barrier.
@@ -295,7 +297,7 @@ func (l *Ledger) opened(d *drain, observed bool) Open {
 	if observed {
 		o.Watch = &Watch{
 			Pod: d.pod, Since: d.since, Deadline: l.deadline(d), Number: d.number, Targets: d.barrier.targets,
-			Observe: d.barrier.observe,
+			Observe: d.barrier.observe, Listed: d.barrier.listed,
 		}
 	}
 	return o

@@ -104,6 +104,20 @@ func TestWhoHasNotHeardOfAPod(t *testing.T) {
 	w.wantBarrier(p, "Released Acknowledged")
 }
 
+// An agent whose rules nothing maintains has to know whether it should have rules for the pod.
+func TestAgentsLearnThatThePodIsListed(t *testing.T) {
+	for _, listed := range []bool{false, true} {
+		w := newWorld(t)
+		p := pod("a")
+		w.observe("node-1")
+		w.open(p, "node-1", func(b *Barrier) { b.Listed = listed })
+		w.open(p, "node-1")
+		if o := w.opened(w.at(AtBarrier, p.UID), true); o.Watch.Listed != listed {
+			t.Errorf("%+v, want listed %t", o.Watch, listed)
+		}
+	}
+}
+
 // Directed agents owe the barrier if they have not let go at the hold, and only then.
 func TestWhoDirectsOwesWhatItDidNotAtTheHold(t *testing.T) {
 	p := pod("a")

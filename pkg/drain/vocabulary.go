@@ -280,6 +280,9 @@ type Watch struct {
 	// Observe: the pod is in mode observe, and nothing waits. It may be deleted before the watch
 	// ends, and another pod have its address.
 	Observe bool `json:"observe,omitempty"`
+	// Listed: a Service for which every node has rules lists the pod as ready. An agent whose
+	// gateway has no rules for it and is not configured any more reports Unknown.
+	Listed bool `json:"listed,omitempty"`
 }
 
 // Release ends an exclusion for this replica. The agent routes to the pod again only if no other

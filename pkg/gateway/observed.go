@@ -72,6 +72,9 @@ type Reading struct {
 	NoConnections bool
 	// Since is when State was entered.
 	Since time.Time
+	// Written is when what configures the data plane was last seen at work. Zero: that cannot be
+	// seen. If it is long ago, a target that was never sent to may never have been configured.
+	Written time.Time
 }
 
 // Moder is an [Observed] whose data plane has more than one mode.

@@ -30,6 +30,9 @@ const (
 	// cleanAgain is the interval at which the agent checks whether the kernel still sends to the
 	// address. It is also how long each pod waits at least, so that several are cleaned together.
 	cleanAgain = 200 * time.Millisecond
+	// neglected is how long before the watch of a pod the gateway must have been configured last to
+	// count as abandoned. It is as long as gateways take to learn of a change.
+	neglected = 10 * time.Second
 	// afterwards is how long after its deadline a barrier is still reported.
 	afterwards = 2 * time.Second
 )
@@ -65,6 +68,9 @@ type observation struct {
 	removed, idle bool
 	// sent: the kernel was seen to send to the pod.
 	sent bool
+	// opened is when the observation began. listed is as in [drain.Watch].
+	opened time.Time
+	listed bool
 }
 
 type cleanable struct {
@@ -104,9 +110,12 @@ func (o *Pods) Watch(now time.Time, w drain.Watch, holder string) {
 				"observed", len(o.pods))
 			return
 		}
-		of = &observation{pod: w.Pod, since: w.Since, holders: map[string]time.Time{}}
+		of = &observation{pod: w.Pod, since: w.Since, holders: map[string]time.Time{}, opened: now, listed: w.Listed}
 		o.open(of, w.Targets, w.Observe)
-		of.look()
+		if is := of.look(); of.neglected(is) {
+			o.log.Warn("what configures the gateway seems not to run on this node: it has no rules for a pod that "+
+				"has long been ready", "pod", w.Pod.String(), "lastWritten", is.Written)
+		}
 		o.pods[w.Pod.UID] = of
 	} else if len(w.Targets) > 0 && !slices.Equal(of.targets, w.Targets) || of.looks && !w.Observe {
 		of.watch.Close()
@@ -115,6 +124,7 @@ func (o *Pods) Watch(now time.Time, w drain.Watch, holder string) {
 		}
 		o.open(of, w.Targets, of.looks && w.Observe)
 	}
+	of.listed = of.listed || w.Listed
 	if w.Since.Before(of.since) {
 		of.since = w.Since
 	}
@@ -187,6 +197,9 @@ func (o *Pods) Reports(now time.Time) []drain.Report {
 			continue
 		}
 		is := of.look()
+		if of.neglected(is) {
+			is.State = health.Unknown
+		}
 		o.measure(of, is, now)
 		r := drain.Report{UID: uid, Generation: is.Generation, State: is.State,
 			NoConnections: is.NoConnections, HasSent: of.sent,
@@ -203,6 +216,13 @@ func (of *observation) look() gateway.Reading {
 	is := of.watch.Reading()
 	of.sent = of.sent || is.State == health.Routing || is.State == health.Kept
 	return is
+}
+
+// neglected reports whether the gateway does not send to the pod because it was never told of it:
+// it was not seen to send to the pod, though it should have, nor to be configured since shortly
+// before the deletion, although that changes the pod's Service.
+func (of *observation) neglected(is gateway.Reading) bool {
+	return of.listed && !of.sent && !is.Written.IsZero() && is.Written.Before(of.opened.Add(-neglected))
 }
 
 // wanted reports whether a hook may still wait.

@@ -164,6 +164,78 @@ func TestWhatTheKernelWasSeenToSendTo(t *testing.T) {
 	})
 }
 
+// written is a gateway whose configuration is written.
+type written struct {
+	*planes.FakeObserved
+	at time.Time
+}
+
+type writtenWatch struct {
+	gateway.Watch
+	of *written
+}
+
+func (w *written) Watch(targets []netip.AddrPort, changed func()) gateway.Watch {
+	return writtenWatch{w.FakeObserved.Watch(targets, changed), w}
+}
+
+func (w writtenWatch) Reading() gateway.Reading {
+	is := w.Watch.Reading()
+	is.Written = w.of.at
+	return is
+}
+
+// Without this, the rules that kube-proxy left behind when Cilium took its place acknowledge every
+// pod that is younger than they are, and the pod is stopped while Cilium sends to it.
+func TestRulesThatNothingMaintainsAcknowledgeNothing(t *testing.T) {
+	now := time.Now()
+	for name, c := range map[string]struct {
+		listed, sent bool
+		written      time.Duration // before the watch arrives
+		before       bool          // nothing shows when
+		later        time.Duration // after it; 0: never
+		want         health.State
+	}{
+		"left behind":                                {listed: true, written: time.Hour, want: health.Unknown},
+		"left behind shortly before":                 {listed: true, written: neglected + 1, want: health.Unknown},
+		"written for this deletion, before we asked": {listed: true, written: time.Second, want: health.Idle},
+		"written for this deletion":                  {listed: true, written: time.Hour, later: 1, want: health.Idle},
+		"written long after": {listed: true, written: time.Hour, later: time.Minute,
+			want: health.Idle},
+		"had the pod": {listed: true, sent: true, written: time.Hour, want: health.Idle},
+		"in no Service, headless, or never ready": {written: time.Hour, want: health.Idle},
+		"when they were written cannot be seen":   {listed: true, before: true, want: health.Idle},
+	} {
+		t.Run(name, func(t *testing.T) {
+			k := &written{FakeObserved: planes.NewFakeObserved(), at: now.Add(-c.written)}
+			if c.before {
+				k.at = time.Time{}
+			}
+			o := newPods(k, slog.New(slog.DiscardHandler))
+			watch := drain.Watch{Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Since: now,
+				Listed: c.listed, Deadline: now.Add(30 * time.Second), Targets: []netip.AddrPort{podTarget}}
+			if c.sent {
+				k.Is(podTarget, health.Routing, 0)
+			} else {
+				k.Is(podTarget, health.Idle, 0)
+			}
+			o.Watch(now, watch, "r/1")
+			// A replica that does not know the Service changes nothing.
+			watch.Listed = false
+			o.Watch(now.Add(neglected), watch, "r/2")
+			k.Is(podTarget, health.Idle, 0)
+			if c.later > 0 {
+				k.at = now.Add(c.later)
+			}
+			for range 2 {
+				if rs := o.Reports(now.Add(time.Second)); len(rs) != 1 || rs[0].State != c.want {
+					t.Errorf("reports %+v, want %s", rs, c.want)
+				}
+			}
+		})
+	}
+}
+
 // looked tells looks from watches.
 type looked struct {
 	plain

@@ -100,8 +100,11 @@
 //     dump that is longer than a page, can hide as many elements. The next audit corrects that.
 //   - Ports of hosts that a network plugin or CRI-O maps to a pod (hostPort) are rules of theirs,
 //     and are deleted with the pod's sandbox.
-//   - Rules that are there do not prove that kube-proxy runs. If it does not run, no rule is
-//     removed, and the target stays Routing.
+//   - Rules that are there do not prove that kube-proxy runs. If it does not run, a pod that they
+//     have stays Routing, and a younger pod is Removed. Reading.Written shows when kube-proxy last
+//     wrote, or when the rules were first read: a caller that knows that the pod must be in them
+//     can tell the two apart, see docs/decisions/0040-rules-that-nothing-maintains.md. Of legacy
+//     rules it is not known.
 //   - Flows that hardware, or the flowtable, has taken over are counted as conntrack has them.
 //   - A pod's own network namespace may have rules, such as those of a service mesh. They are not
 //     looked at.

@@ -42,7 +42,9 @@ type Observer struct {
 	reads int // complete readings so far
 	// followed is whether nftables have been read, and all changes since.
 	followed bool
-	wake     signal.Signal
+	// written is when kube-proxy last wrote a table of nftables, or these were read.
+	written time.Time
+	wake    signal.Signal
 	// accounted is since when the kernel counts packets of new connections. Zero: it does not.
 	accounted time.Time
 	// others: count comes again without being woken, for targets to which the kernel still sends.
@@ -387,7 +389,7 @@ func (o *Observer) adopt(all []change, since []commit, now time.Time) bool {
 		return false
 	}
 	maps.Copy(o.sources, fresh)
-	o.followed = true
+	o.followed, o.written = true, now
 	o.renew()
 	o.judge(nil)
 	o.evaluate(now)
@@ -401,7 +403,7 @@ func (o *Observer) make(c commit) {
 	o.mu.Lock()
 	written := map[tableID]bool{}
 	for i := range c.changes {
-		if id := c.changes[i].table; o.sources[id].graph.apply(&c.changes[i]) {
+		if id := c.changes[i].table; o.sources[id].graph.apply(&c.changes[i]) || id.name == proxyTable {
 			written[id] = true
 		}
 	}
@@ -409,6 +411,7 @@ func (o *Observer) make(c commit) {
 		o.mu.Unlock()
 		return
 	}
+	o.written = c.at
 	o.judge(written)
 	o.evaluate(c.at)
 }
@@ -567,7 +570,11 @@ func (o *Observer) watch(targets []netip.AddrPort, changed func(), looks bool) *
 func (w *Watch) Reading() gateway.Reading {
 	w.o.mu.Lock()
 	defer w.o.mu.Unlock()
-	return w.reading
+	is := w.reading
+	if !w.o.legacyWhole[unix.NFPROTO_IPV4] && !w.o.legacyWhole[unix.NFPROTO_IPV6] {
+		is.Written = w.o.written // of legacy rules there is no notification
+	}
+	return is
 }
 
 // Close ends the watch. A repeat does nothing.

@@ -8,6 +8,9 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
@@ -239,6 +242,51 @@ func TestAbsent(t *testing.T) {
 	o.present = o.present.Add(-absentAfter)
 	o.mu.Unlock()
 	until(t, "no kube-proxy", o.Absent)
+}
+
+// Rules that kube-proxy has left behind have no pod that is younger than they are: it is Removed,
+// and that is no evidence. When kube-proxy last wrote shows whether it is.
+func TestWhenTheRulesWereWritten(t *testing.T) {
+	empty(t)
+	s, a, young := service{"web", "10.96.0.1", false}, "10.244.0.1:8080", "10.244.0.9:8080"
+	nft(t, append(setUp("ip"), s.sync([]string{a})...)...)
+	restore(t, "nft", false, iptablesSetUp...)
+	restore(t, "nft", false, s.iptables([]string{a}, false)...)
+	began := time.Now()
+	o := start(t, Options{})
+	w, other := watch(t, o, young), watch(t, o, a)
+	first := w.wait(health.Removed).Written
+	other.wait(health.Kept)
+	if first.Before(began) {
+		t.Errorf("written at %s, and first read after %s", first, began)
+	}
+	generation := func() string { return run(t, "", "nft", "-j", "list", "ruleset") }
+	was := generation()
+	restore(t, "nft", false, ":CILIUM_PRE_nat - [0:0]", "-I PREROUTING -j CILIUM_PRE_nat",
+		"-A CILIUM_PRE_nat -p tcp --dport 9000 -j DNAT --to-destination "+young)
+	nft(t, "add table ip cilium", "add chain ip cilium services")
+	if generation() == was {
+		t.Fatal("nothing was written")
+	}
+	w.wait(health.Removed)
+	if is := w.Reading().Written; !is.Equal(first) {
+		t.Errorf("what others write counts as kube-proxy's, at %s", is)
+	}
+	for what, write := range map[string]func(){
+		"the same rules in nftables mode": func() { nft(t, s.sync([]string{a})...) },
+		"the same rules in iptables mode": func() { restore(t, "nft", false, s.iptables([]string{a}, false)...) },
+		"a Service without endpoints":     func() { nft(t, "add element ip kube-proxy cluster-ips { 10.96.0.77 }") },
+	} {
+		before := time.Now()
+		write()
+		until(t, what, func() bool { return !w.Reading().Written.Before(before) })
+	}
+	o.mu.Lock()
+	o.legacyWhole[unix.NFPROTO_IPV4] = true
+	o.mu.Unlock()
+	if is := w.Reading().Written; !is.IsZero() {
+		t.Errorf("changes of legacy rules are not notified of, and yet were written at %s", is)
+	}
 }
 
 // A pod that is the only endpoint of one Service, and one of two of another, is Routing until the
