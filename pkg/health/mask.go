@@ -18,9 +18,9 @@ type pool struct {
 	// routable, so those in doubt are: targets of lapsed exclusions, and targets that the gateway
 	// had taken out when the agent started.
 	open, desperate bool
-	// latest is when the latest exclusion began of a pod that is not terminating and that the gateway
-	// still routes to in this pool. asOf is the same, of the exclusions that the last reading is
-	// evidence for. never: there is none.
+	// latest is when the latest exclusion began of a pod that is not terminating and that the
+	// gateway still routes to in this pool. asOf is the same, of the exclusions that the last
+	// reading is evidence for. never: there is none.
 	latest, asOf int64
 	// hold: the gateway has not been seen to route to any chosen target, so none is taken out for
 	// its health until it does.
@@ -295,8 +295,8 @@ func (s *Set) sweep(p *pool) {
 func (s *Set) mayStay(r *record) bool { return s.serves(r) && !r.routable() }
 
 // compareKept orders the candidates to be kept. If leans is set, usable ones come first. Then come
-// those that were read since asOf, those that no process lacks, usable ones, those without a holder,
-// and those that were excluded later.
+// those that were read since asOf, those that no process lacks, usable ones, those without a
+// holder, and those that were excluded later.
 func compareKept(a, b *record, leans bool) int {
 	rank := func(r *record) (rank int, order uint64) {
 		if r.pod != nil {
