@@ -60,7 +60,10 @@
 // an old worker counts as Routed while that worker can still receive a request. That ends when each
 // of its client connections (CurrConns of "show info") is closed or is a tunnel, in TCP mode or
 // after a 101. Until then Apply fails with kindStopping. So slow responses delay removals, and
-// WebSockets do not. The global setting hard-stop-after limits the delay.
+// WebSockets do not. The global setting hard-stop-after limits the delay. An old worker may have
+// backends by the names that they had before the reload, or that are not directed any more. Their
+// servers with an agent's name are Owned, so that the agent reads them too. It does not change
+// them.
 //
 // # Known holes
 //
@@ -70,7 +73,8 @@
 //     UID. If a pod has the same address, the server stays in service when the pod is taken out,
 //     and the drain of the pod is not acknowledged.
 //   - A backend that is not a pool may have a server at the same address, and so may a server that
-//     an operator adds to a pool at run time.
+//     an operator adds to a pool at run time. A backend with another name in the agent's file is no
+//     pool in the worker that accepts new connections, until a reload has loaded that file.
 //   - default-server lines in a defaults section apply to servers from the file and not to those
 //     added at run time. HAProxy 2.6 even leaves out its own defaults for the latter: without
 //     pool-max-conn and pool-purge-delay, which the agent therefore gives to every server, they

@@ -287,10 +287,11 @@ func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 // is tried again with later steps and readings.
 func (g *Gateway) persist(steps []*step) error {
 	for _, s := range steps {
-		switch s.op.Want {
-		case health.WantRouted:
+		switch {
+		case g.former(s.backend):
+		case s.op.Want == health.WantRouted:
 			g.wanted[s.backend.Backend][s.name] = true
-		case health.WantRemoved, health.WantAbsent:
+		case s.op.Want == health.WantRemoved, s.op.Want == health.WantAbsent:
 			delete(g.wanted[s.backend.Backend], s.name)
 		}
 	}
@@ -389,7 +390,7 @@ func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 	all := slices.Concat(steps, deletions)
 	for i, s := range all {
 		b := s.backend
-		if p.Old && s.op.Want == health.WantRouted || s.op.Want == health.WantUnknown {
+		if p.Old && s.op.Want == health.WantRouted || s.op.Want == health.WantUnknown || !p.Old && g.former(b) {
 			continue
 		}
 		if err := g.mute[p.PID]; err != nil && p.Old {
@@ -482,11 +483,15 @@ func (g *Gateway) route(ctx context.Context, p process, s *step, x *index) error
 	return g.setState(ctx, p.PID, b, srv, "ready")
 }
 
-// remove puts the server of the op into maintenance.
+// remove puts the server of the op into maintenance. Former backends are only read: EndpointSlices
+// list none of their servers, and an old worker that is not stopping yet could lose all of them.
 func (g *Gateway) remove(ctx context.Context, p process, s *step, x *index) error {
 	srv := x.byName[s.name]
 	if srv == nil || srv.takenOut() {
 		return nil
+	}
+	if g.former(s.backend) {
+		return &failure{Command: "remove " + s.op.Key.String(), Process: p.PID, Kind: kindStopping}
 	}
 	err := g.setState(ctx, p.PID, s.backend, srv, "maint")
 	if errors.Is(err, kindNoServer) {
@@ -498,7 +503,7 @@ func (g *Gateway) remove(ctx context.Context, p process, s *step, x *index) erro
 // del deletes the server of the op if it can be deleted.
 func (g *Gateway) del(ctx context.Context, p process, s *step, x *index) error {
 	b := s.backend
-	if x.byName[s.name] == nil {
+	if x.byName[s.name] == nil || g.former(b) {
 		return nil
 	}
 	if safe, err := g.deletable(ctx, p.PID, b, x, s.name); !safe || err != nil {
@@ -741,7 +746,7 @@ func (g *Gateway) states(ctx context.Context, p process, byBackend map[*Backend]
 	for b, list := range byBackend {
 		x, err := g.state(ctx, p.PID, b.Backend)
 		if errors.Is(err, kindNoBackend) {
-			if !p.Old { // else the backend is newer than this worker
+			if !p.Old && !g.former(b) { // else the backend is newer than this worker
 				o.Unread[b.pool()] = err
 			}
 			x, err = newIndex(nil), nil
@@ -780,26 +785,33 @@ func (g *Gateway) Owned(ctx context.Context) ([]health.Key, error) {
 	return list, nil
 }
 
+// owned adds the servers with an agent's name in each process to keys. An old worker may have a
+// backend whose name was another one before the reload. It becomes a pool too, which is not in the
+// configuration.
 func (g *Gateway) owned(ctx context.Context, before processes, keys map[health.Key]bool) error {
 	for _, p := range before.Workers {
 		if p.Old && g.mute[p.PID] != nil {
 			continue // the generation is another one when it answers
 		}
-		for i := range g.backends {
-			b := &g.backends[i]
-			x, err := g.state(ctx, p.PID, b.Backend)
-			if errors.Is(err, kindNoBackend) {
-				continue // HAProxy has not loaded it yet
+		all := func(answer string) ([]server, error) { return parseState(answer, "") }
+		servers, err := read(ctx, &g.cli, p.PID, "show servers state", stateBegin, all)
+		if err != nil {
+			return err
+		}
+		for _, s := range servers {
+			pool := health.Pool(s.Of)
+			t, ok := parseName(s.Name)
+			if !ok || g.byPool[pool] == nil && !p.Old {
+				continue
 			}
-			if err != nil {
-				return err
+			if g.byPool[pool] == nil {
+				g.byPool[pool] = &Backend{Backend: s.Of}
 			}
-			for name := range x.byName {
-				if t, ok := parseName(name); ok {
-					keys[health.Key{Pool: b.pool(), Target: t}] = true
-				}
-			}
+			keys[health.Key{Pool: pool, Target: t}] = true
 		}
 	}
 	return nil
 }
+
+// former reports whether b is not in the configuration any more: only old workers have it.
+func (g *Gateway) former(b *Backend) bool { return g.wanted[b.Backend] == nil }

@@ -104,7 +104,8 @@ func (p processes) String() string {
 
 // server is one line of "show servers state".
 type server struct {
-	Backend int // the number of its backend
+	Backend int    // the number of its backend
+	Of      string // the name of its backend
 	Name    string
 	Addr    netip.AddrPort // zero if the server has no address yet, or is no IP server
 	Admin   int
@@ -113,7 +114,8 @@ type server struct {
 func (s *server) takenOut() bool { return s.Admin&adminForcedMaint != 0 }
 func (s *server) balanced() bool { return s.Admin&adminNoBalance == 0 }
 
-// parseState reads "show servers state <backend>". Columns are found by their names.
+// parseState reads "show servers state <backend>", or of all backends if backend is empty. Columns
+// are found by their names.
 func parseState(s, backend string) ([]server, error) {
 	lines := strings.Split(strings.TrimRight(s, "\n"), "\n")
 	if len(lines) < 2 || lines[0] != "1" || !strings.HasPrefix(lines[1], "# ") {
@@ -130,7 +132,7 @@ func parseState(s, backend string) ([]server, error) {
 		if len(f) != len(names) {
 			return nil, fmt.Errorf("line %d has %d columns of %d: %q", n+3, len(f), len(names), line)
 		}
-		if of := f[cols[1]]; of != backend {
+		if of := f[cols[1]]; backend != "" && of != backend {
 			return nil, fmt.Errorf("line %d is of backend %q, not %q", n+3, of, backend)
 		}
 		number := func(i int) int {
@@ -140,7 +142,7 @@ func parseState(s, backend string) ([]server, error) {
 			}
 			return int(v)
 		}
-		srv := server{Backend: number(0), Name: f[cols[2]], Admin: number(4)}
+		srv := server{Backend: number(0), Of: f[cols[1]], Name: f[cols[2]], Admin: number(4)}
 		port := number(5)
 		if err != nil {
 			return nil, err

@@ -89,9 +89,9 @@ func TestParse(t *testing.T) {
 	}
 	servers, err := parseState(realState, "web")
 	if diff := cmp.Diff([]server{
-		{Backend: 4, Name: "ld-2", Addr: netip.MustParseAddrPort("127.0.0.3:9001"), Admin: 1},
-		{Backend: 4, Name: "named", Admin: 1},
-		{Backend: 4, Name: "ld-7", Addr: netip.MustParseAddrPort("[::1]:9001"), Admin: 5},
+		{Backend: 4, Of: "web", Name: "ld-2", Addr: netip.MustParseAddrPort("127.0.0.3:9001"), Admin: 1},
+		{Backend: 4, Of: "web", Name: "named", Admin: 1},
+		{Backend: 4, Of: "web", Name: "ld-7", Addr: netip.MustParseAddrPort("[::1]:9001"), Admin: 5},
 	}, servers, cmpopts.EquateComparable(netip.AddrPort{})); diff != "" || err != nil {
 		t.Errorf("show servers state: %v\n%s", err, diff)
 	}

@@ -1,6 +1,7 @@
 package haproxy
 
 import (
+	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -8,6 +9,8 @@ import (
 	"log/slog"
 	"maps"
 	"net"
+	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -182,4 +185,67 @@ func TestTheFileFollowsWhileHAProxyIsDown(t *testing.T) {
 		d := set.Targets()
 		return len(d) == 1 && d[0].Read && d[0].Seen.Routed
 	})
+}
+
+// A reload by which a backend gets another name leaves an old worker with the former one. It still
+// routes requests of its connections.
+func TestAnOldWorkerRoutesByTheFormerNameOfABackend(t *testing.T) {
+	t.Parallel()
+	target := startRaw(t, "127.0.0.89")
+	p := newProxy(t, userFile, Backend{Backend: "agent", Lines: []string{"balance roundrobin"}})
+	g := p.gateway()
+	p.start()
+	apply(t, g, routed("agent", "u", target.String()))
+	client, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", p.port))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { client.Close() })
+	client.SetDeadline(time.Now().Add(20 * time.Second))
+	io.WriteString(client, "GET / HTTP/1.1\r\nHo")
+	p.until("the worker has the client", func() bool {
+		in, err := g.info(t.Context(), p.worker())
+		return err == nil && in.Clients == 1
+	})
+	p.write("user.cfg", strings.ReplaceAll(strings.ReplaceAll(userFile, "%PORT%", fmt.Sprint(p.port)),
+		"default_backend agent", "default_backend renamed"))
+	p.cfg.Backends[0].Backend = "renamed"
+	g = p.gateway()
+	if owned, err := g.Owned(t.Context()); err != nil || len(owned) > 0 {
+		t.Errorf("before the reload %v are owned, %v", owned, err)
+	}
+	p.reload()
+
+	former := key("agent", "u", target.String())
+	apply(t, g, routed("renamed", "u", target.String()))
+	apply(t, g, removed("renamed", "u", target.String()))
+	owned, err := g.Owned(t.Context())
+	if err != nil || len(owned) != 2 || !slices.Contains(owned, former) {
+		t.Fatalf("after the reload %v are owned, %v", owned, err)
+	}
+	observe := func() health.Observation {
+		t.Helper()
+		o, err := g.Observe(t.Context(), owned)
+		if err != nil || len(o.Unread) > 0 {
+			t.Fatalf("%v, unread %v", err, o.Unread)
+		}
+		return o
+	}
+	if is := observe().Seen[former]; !is.Routed {
+		t.Errorf("while the old worker has a client, the target is seen as %+v", is)
+	}
+	absent := health.Op{Key: former, Want: health.WantAbsent}
+	if err := g.Apply(t.Context(), []health.Op{absent}); !errors.Is(err, kindStopping) {
+		t.Errorf("removing from the old worker: %v", err)
+	}
+	io.WriteString(client, "st: a\r\n\r\n") // it does route
+	resp, err := http.ReadResponse(bufio.NewReader(client), nil)
+	if err != nil || resp.Header.Get("X-Raw") != target.String() {
+		t.Errorf("%v, %v", resp, err)
+	}
+	client.Close()
+	p.until("the old worker has ended", func() bool {
+		return observe().Seen[former] == health.Seen{Missing: true}
+	})
+	apply(t, g, absent)
 }
