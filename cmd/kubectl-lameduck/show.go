@@ -574,7 +574,8 @@ func watchDrains(ctx context.Context, o options, all replicas, out, stderr io.Wr
 			if o.output == "json" {
 				err = json.NewEncoder(out).Encode(e)
 			} else if d, ok := e.Object.(oneDrain); ok {
-				_, err = fmt.Fprintf(out, line, d.Namespace, d.Pod, d.Phase, seconds(d.AgeSeconds), waitsFor(d.Drain, 2))
+				_, err = fmt.Fprintf(out, line, d.Namespace, d.Pod, d.Phase, seconds(d.AgeSeconds),
+					waitsFor(d.Drain, 2))
 			} else {
 				d := e.Object.(oneOutcome)
 				_, err = fmt.Fprintf(out, line, d.Namespace, d.Pod, d.Reason, d.took(),

@@ -149,7 +149,8 @@ func explainConsumers(x *api.Explanation, services []coverage.Service) {
 		case !s.Known:
 			uncover(x, "what else routes "+s.Name.String(), "the Service is not known here")
 		case s.StatedError != nil:
-			uncover(x, "the stated wait of "+s.Name.String(), "lameduck.io/stated-wait cannot be read: %v", s.StatedError)
+			uncover(x, "the stated wait of "+s.Name.String(), "lameduck.io/stated-wait cannot be read: %v",
+				s.StatedError)
 		}
 		for _, c := range s.Consumers {
 			x.Consumers = append(x.Consumers, consumerOf(c))

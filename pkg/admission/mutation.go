@@ -184,7 +184,7 @@ func (m mutation) warnings() []string {
 	return nil
 }
 
-// readCreation reads the request of a review of CREATE pods. Its errors are of type [serve.Refusal].
+// readCreation reads the request of a review of CREATE pods. Its errors are [serve.Refusal].
 func readCreation(w http.ResponseWriter, r *http.Request) (*asked[corev1.Pod], error) {
 	ask, err := readReview[corev1.Pod](w, r)
 	switch {

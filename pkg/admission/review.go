@@ -52,7 +52,7 @@ func bad(format string, args ...any) error {
 	return serve.Refuse(http.StatusBadRequest, format, args...)
 }
 
-// read decodes a review. Its errors are of type [serve.Refusal]. w is the answer's writer: a body that is
+// read decodes a review. Its errors are [serve.Refusal]. w is the answer's writer: a body that is
 // too large closes its connection.
 func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 	ask, err := readReview[policyv1.Eviction](w, r)
@@ -87,7 +87,7 @@ func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 	return q, nil
 }
 
-// readReview reads the request of a review. Its errors are of type [serve.Refusal].
+// readReview reads the request of a review. Its errors are [serve.Refusal].
 func readReview[Object any](w http.ResponseWriter, r *http.Request) (*asked[Object], error) {
 	if r.Method != http.MethodPost {
 		return nil, serve.Refuse(http.StatusMethodNotAllowed, "method %s: reviews come by POST", r.Method)
@@ -116,7 +116,7 @@ func readReview[Object any](w http.ResponseWriter, r *http.Request) (*asked[Obje
 	return review.Request, nil
 }
 
-// readBody reads the body of a request that should be a review. Its errors are of type [serve.Refusal].
+// readBody reads the body of a request that should be a review. Its errors are [serve.Refusal].
 func readBody(w http.ResponseWriter, r *http.Request) ([]byte, error) {
 	if ct := r.Header.Get("Content-Type"); ct != "application/json" {
 		return nil, serve.Refuse(http.StatusUnsupportedMediaType,
@@ -228,7 +228,7 @@ func (r *reviewedPod) pod() *corev1.Pod {
 	}
 }
 
-// decode reads a review. Its errors are of type [serve.Refusal], and name the object at fault.
+// decode reads a review. Its errors are [serve.Refusal], and name the object at fault.
 func decode(body []byte, into any) error {
 	err := json.Unmarshal(body, into)
 	if err == nil {

@@ -93,9 +93,9 @@ func Run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	f.DurationVar(&most, "for", 2*time.Minute, "how long to record; Ctrl-C ends it earlier and keeps the archive")
 	f.DurationVar(&every, "every", 100*time.Millisecond, "how often to ask")
 	f.StringVar(&folder, "dir", ".", "where the archive is written")
-	if err := cli.Parse(f, args, "agent record writes the raw answers of a gateway's admin interface into one archive. "+
-		"Start it in the gateway's\npod or network namespace, delete a pod that the gateway routes to, and wait for the "+
-		"end.", stdout); err != nil {
+	if err := cli.Parse(f, args, "agent record writes the raw answers of a gateway's admin interface into one "+
+		"archive. Start it in the gateway's\npod or network namespace, delete a pod that the gateway routes to, and "+
+		"wait for the end.", stdout); err != nil {
 		return err
 	}
 	s, ok := sources[kind]
