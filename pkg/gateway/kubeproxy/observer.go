@@ -456,7 +456,7 @@ func (o *Observer) known(family uint8) bool {
 	return known
 }
 
-// evaluate updates all watches, unlocks mu, and calls changed of those whose reading has changed.
+// evaluate updates all watches, unlocks mu, and calls changed of those of which update reports so.
 func (o *Observer) evaluate(now time.Time) {
 	var told []*Watch
 	for w := range o.watches {
@@ -479,6 +479,9 @@ type Watch struct {
 	closed  sync.Once
 
 	reading gateway.Reading // o.mu
+	// written: kube-proxy has written since the watch began, at began, and changed was called then.
+	written bool // o.mu
+	began   time.Time
 	// held are the open connections, as last counted.
 	held map[string]held // o.mu
 	// period counts the changes of the state; empty the counts in a row without a connection since;
@@ -546,7 +549,7 @@ func (o *Observer) Look(targets []netip.AddrPort, changed func()) gateway.Watch 
 }
 
 func (o *Observer) watch(targets []netip.AddrPort, changed func(), looks bool) *Watch {
-	w := &Watch{o: o, changed: changed, looks: looks}
+	w := &Watch{o: o, changed: changed, looks: looks, began: time.Now()}
 	for _, t := range targets {
 		w.targets = append(w.targets, netip.AddrPortFrom(t.Addr().Unmap().WithZone(""), t.Port()))
 	}
@@ -560,7 +563,7 @@ func (o *Observer) watch(targets []netip.AddrPort, changed func(), looks bool) *
 	if len(o.watches) == 1 {
 		o.lookForLegacy()
 	}
-	w.update(time.Now())
+	w.update(w.began)
 	o.mu.Unlock()
 	o.regroup.Raise()
 	return w
@@ -595,14 +598,16 @@ func (w *Watch) Close() {
 	})
 }
 
-// update reads the state again, and reports whether it or the generation has changed. The caller
-// holds o.mu.
+// update reads the state again, and reports whether it or the generation has changed, or kube-proxy
+// has written for the first time since the watch began. The caller holds o.mu.
 func (w *Watch) update(now time.Time) bool {
 	state := w.o.state(w.targets)
 	if state == health.Removed && w.reading.State == health.Idle {
 		state = health.Idle
 	}
-	return w.enter(state, now)
+	first := !w.written && w.o.written.After(w.began)
+	w.written = w.written || first
+	return w.enter(state, now) || first
 }
 
 // enter makes state the state. The caller holds o.mu.

@@ -281,6 +281,17 @@ func TestWhenTheRulesWereWritten(t *testing.T) {
 		write()
 		until(t, what, func() bool { return !w.Reading().Written.Before(before) })
 	}
+	late := watch(t, o, young)
+	until(t, "idle", func() bool { return late.Reading().State == health.Idle })
+	for len(late.news) > 0 {
+		<-late.news
+	}
+	nft(t, s.sync([]string{a})...)
+	select {
+	case <-late.news: // although its state is as before
+	case <-time.After(10 * time.Second):
+		t.Error("nothing was told when kube-proxy wrote")
+	}
 	o.mu.Lock()
 	o.legacyWhole[unix.NFPROTO_IPV4] = true
 	o.mu.Unlock()
