@@ -3,14 +3,18 @@
 package nodes
 
 import (
+	"cmp"
 	"context"
 	"encoding/csv"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math/rand/v2"
 	"net/http"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -357,8 +361,8 @@ func poll(most time.Duration, ask func() error) error {
 
 // whole returns nil if nothing is left behind.
 func (c *chaos) whole(ctx context.Context) error {
-	errs := []error{c.nodeReady(ctx, ""), c.settledNow(ctx), c.connected(ctx), c.podsReady(ctx, system, 2),
-		c.podsReady(ctx, agents, len(c.Set.Machines)), c.podsReady(ctx, gateway, 1)}
+	errs := []error{c.nodeReady(ctx, ""), c.settledNow(ctx), c.connected(ctx), c.listed(ctx),
+		c.podsReady(ctx, system, 2), c.podsReady(ctx, agents, len(c.Set.Machines)), c.podsReady(ctx, gateway, 1)}
 	out, err := c.inMaintenance()
 	if errs = append(errs, err); len(out) > 0 {
 		errs = append(errs, fmt.Errorf("servers in maintenance: %v", out))
@@ -373,6 +377,28 @@ func (c *chaos) whole(ctx context.Context) error {
 		errs = append(errs, is0(m.Address.String()+":9101", "lameduck_barrier_waiting"))
 	}
 	return errors.Join(errs...)
+}
+
+// listed returns nil if EndpointSlices list both coordinators as ready. After an outage of the API
+// server that takes longer than for the pods, and until then no new pod gets the barrier.
+func (c *chaos) listed(ctx context.Context) error {
+	all, err := c.Kube.DiscoveryV1().EndpointSlices(system).List(ctx, metav1.ListOptions{
+		LabelSelector: "kubernetes.io/service-name=lameduck-webhook"})
+	if err != nil {
+		return err
+	}
+	ready := 0
+	for _, s := range all.Items {
+		for _, e := range s.Endpoints {
+			if e.Conditions.Ready != nil && *e.Conditions.Ready {
+				ready++
+			}
+		}
+	}
+	if ready != 2 {
+		return fmt.Errorf("the Service of the webhooks has %d ready endpoints, want 2", ready)
+	}
+	return nil
 }
 
 // connected returns nil if all agents are connected to all coordinators.
@@ -599,6 +625,12 @@ func (c *chaos) judge(all *clients, clean time.Time) {
 		way string
 	}
 	var lost []failure
+	// An agent that is frozen cannot show its gateway the endpoints that become ready.
+	for _, w := range c.windows {
+		if w.service != "" {
+			c.prolong(w, w.to)
+		}
+	}
 	explained, requests, end := map[string]int{}, map[string]int{}, time.Now()
 	for i, one := range all.loads {
 		r := one.Stop()
@@ -629,13 +661,21 @@ func (c *chaos) judge(all *clients, clean time.Time) {
 			strict.Seconds(), took.Seconds())
 	}
 	c.t.Logf("lost requests by what explains them: %v; not explained: %d; reasons: %v", explained, len(lost), reasons)
-	slices.SortFunc(lost, func(a, b failure) int { return a.Due.Compare(b.Due) })
-	for i, f := range lost {
-		if i < 50 {
-			c.violated("no request lost", "%s of %s, due at %s, from %s, after %.0f ms: %s", f.Kind, f.way, c.at(f.Due),
-				f.Source, f.TookMillis, f.Error)
+	slices.SortFunc(lost, func(a, b failure) int {
+		return cmp.Or(strings.Compare(a.way, b.way), cmp.Compare(a.Kind, b.Kind), a.Due.Compare(b.Due))
+	})
+	for len(lost) > 0 { // those of one kind, with pauses below 5 s, are one incident
+		n, first := 1, lost[0]
+		for n < len(lost) && lost[n].way == first.way && lost[n].Kind == first.Kind &&
+			lost[n].Due.Sub(lost[n-1].Due) < 5*time.Second {
+			n++
 		}
+		c.violated("no request lost", "%d of %s, due from %s to %s: %s. The first, from %s to %q, took %.0f ms: %s",
+			n, first.way, c.at(first.Due), c.at(lost[n-1].Due), first.Kind, first.Source, first.Pod,
+			first.TookMillis, first.Error)
+		lost = lost[n:]
 	}
+	c.keep()
 	if len(requests) == 0 || len(c.done) == 0 || len(reasons) == 0 {
 		c.t.Error("nothing was sent, done, or logged")
 	}
@@ -682,10 +722,29 @@ func (c *chaos) judgeLine(text string, clean time.Time, reasons map[string]int) 
 	w := window{why: line.Msg + " " + reason, ways: lost, from: line.Time.Add(-2 * time.Second),
 		to: line.Time.Add(margin)}
 	// A gateway that did not answer may send to the pod until it is well again.
+	c.prolong(&w, line.Time)
+	c.open(w)
+}
+
+// prolong extends a window to the end of the faults that were active at a time.
+func (c *chaos) prolong(w *window, at time.Time) {
 	for _, f := range c.windows {
-		if f.fault && f.from.Before(line.Time) && f.to.After(w.to) {
+		if f.fault && f.from.Before(at) && f.to.After(w.to) {
 			w.to = f.to
 		}
 	}
-	c.open(w)
+}
+
+// keep keeps what Lameduck has logged, and when lost requests were excused, beside the other logs.
+func (c *chaos) keep() {
+	lines := slices.Sorted(maps.Keys(c.logged))
+	for _, w := range c.windows {
+		lines = append(lines, fmt.Sprintf("%s to %s: %s, by %v %s\n", c.at(w.from), c.at(w.to), w.why, w.ways,
+			w.service))
+	}
+	lines = append(lines, fmt.Sprintf("0 s is %s\n", c.began.UTC()))
+	path := filepath.Join(c.LogDir(), "lameduck.log")
+	if err := os.WriteFile(path, []byte(strings.Join(lines, "")), 0o600); err != nil {
+		c.t.Error(err)
+	}
 }

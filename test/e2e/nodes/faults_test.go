@@ -87,6 +87,16 @@ var (
 	directed    = ways[2:]
 )
 
+// fullDisk is the name of the fault that fills the disk of the journal and of the servers file.
+const fullDisk = "fill the journal's disk"
+
+// active reports whether a fault of that name has not ended.
+func (c *chaos) active(name string) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.ContainsFunc(c.windows, func(w *window) bool { return w.why == name && w.to.IsZero() })
+}
+
 // loses returns the same ways for each target.
 func loses(these ...string) func(int) []string { return func(int) []string { return these } }
 
@@ -125,7 +135,7 @@ func (c *chaos) allKinds() []kind {
 			over:  func(ctx context.Context, f fault) error { return c.nodeReady(ctx, nodes[f.target].Name) },
 		},
 		{
-			name: "fill the journal's disk", targets: 1,
+			name: fullDisk, targets: 1,
 			begin: func(ctx context.Context, _ fault) error {
 				return c.onGateway(ctx, "dd if=/dev/zero of=$d/full bs=64k; test -s $d/full")
 			},
@@ -151,6 +161,11 @@ func (c *chaos) allKinds() []kind {
 						[[ "${args[*]}" =~ ^([^ ]*/)?haproxy\  ]] && grep -qP '^NSpid:.*\s1$' $p/status &&
 						kill -USR2 ${p#/proc/} && exit
 					done 2> /dev/null; exit 1`)
+				if err == nil && c.active(fullDisk) {
+					// Until the agent has read it, it sends to the servers of a former file.
+					c.open(window{why: "reload with a full disk", ways: directed, from: time.Now().Add(-time.Second),
+						to: time.Now().Add(margin)})
+				}
 				return err
 			},
 			end: func(context.Context, fault) error { return nil },
