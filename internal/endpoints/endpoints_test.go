@@ -10,7 +10,7 @@ import (
 )
 
 // Endpoints returns the endpoints of one port of a Service, by the port's name, sorted. An empty
-// name means the first port. An endpoint that several slices list is returned once: terminating if
+// name means the only port. An endpoint that several slices list is returned once: terminating if
 // one of them says so, and else routable if one of them says that it is ready. An endpoint without
 // a pod has the UID "". Tests compare it with what [Index.Follow] has told.
 func (x *Index) Endpoints(service types.NamespacedName, portName string) []health.Endpoint {

@@ -9,7 +9,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Port is one port of a Service, by its name. An empty name means the first port.
+// Port is one port of a Service, by its name. An empty name means the only port.
 type Port struct {
 	Service types.NamespacedName
 	Name    string

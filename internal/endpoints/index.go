@@ -322,17 +322,24 @@ func ServiceOf(s *discovery.EndpointSlice) (types.NamespacedName, bool) {
 	return types.NamespacedName{Namespace: s.Namespace, Name: name}, name != ""
 }
 
-// number returns the number that a port has in a slice, by its name. An empty name means the first
-// port: slices list the ports in the order of the Service. 0: there is none.
+// number returns the number that a port has in a slice, by its name. An empty name means the only
+// port. 0: there is none.
 func number(s *discovery.EndpointSlice, name string) uint16 {
+	var only uint16
+	valid := 0
 	for i := range s.Ports {
 		p := &s.Ports[i]
 		if p.Port == nil || *p.Port <= 0 || *p.Port > 65535 {
 			continue
 		}
-		if name == "" || p.Name != nil && *p.Name == name {
-			return uint16(*p.Port)
+		valid++
+		only = uint16(*p.Port)
+		if p.Name == nil && name == "" || p.Name != nil && *p.Name == name {
+			return only
 		}
+	}
+	if name == "" && valid == 1 {
+		return only
 	}
 	return 0
 }

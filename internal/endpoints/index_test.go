@@ -186,7 +186,7 @@ func TestEndpoints(t *testing.T) {
 		"each slice has its own number for a port": {
 			[]*discovery.EndpointSlice{named, other, lacks}, "http", "10.0.0.1:8080@a+ 10.0.0.2:8081@b+",
 		},
-		"no name of several ports": {[]*discovery.EndpointSlice{named}, "", "10.0.0.1:8080@a+"},
+		"no name of several ports": {[]*discovery.EndpointSlice{named}, "", ""},
 		"no name of the only port": {[]*discovery.EndpointSlice{made("one", web, "10.0.0.1@a ready")},
 			"", "10.0.0.1:80@a+"},
 		"the only port has no name": {[]*discovery.EndpointSlice{unnamed}, "", "10.0.0.1:80@a+"},

@@ -57,7 +57,7 @@ type Directed interface {
 type Route struct {
 	// Key is the place in the agent's file that errors name, such as backends[0].
 	Key string
-	// Service is namespace/name. Port is the name of its port; empty: its first port. Pool is the
+	// Service is namespace/name. Port is the name of its port; empty: its only port. Pool is the
 	// pool that it feeds.
 	Service, Port string
 	Pool          health.Pool

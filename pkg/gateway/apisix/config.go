@@ -36,7 +36,7 @@ type Upstream struct {
 	Upstream string `json:"upstream"`
 	// Service is namespace/name of the Service that feeds it.
 	Service string `json:"service"`
-	// Port is the name of the Service's port. Empty: the first one.
+	// Port is the name of the Service's port. Empty: the only one.
 	Port string `json:"port,omitempty"`
 	// HealthCheck is how the agent probes the targets (docs/health.md). The Service's annotation
 	// lameduck.io/health-check takes precedence over it. If both are absent, the targets are not

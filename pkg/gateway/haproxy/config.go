@@ -45,7 +45,7 @@ type Backend struct {
 	Backend string `json:"backend"`
 	// Service is namespace/name of the Service that feeds it.
 	Service string `json:"service"`
-	// Port is the name of the Service's port. Empty: the first one.
+	// Port is the name of the Service's port. Empty: the only one.
 	Port string `json:"port,omitempty"`
 	// Defaults names the defaults section that the section is made from. Empty: the last one above
 	// it. Name a separate section: HAProxy warns about a section that is used both by name and as

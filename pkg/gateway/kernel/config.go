@@ -29,7 +29,7 @@ type Service struct {
 	// Service is namespace/name. Any of its pods must be able to stand for another: a headless
 	// Service, or one with the session affinity ClientIP, is refused.
 	Service string `json:"service"`
-	// Port is the name of its port. Empty: the first one.
+	// Port is the name of its port. Empty: the only one.
 	Port string `json:"port,omitempty"`
 	// Sticky states that the gateway binds clients to a pod, for example by a cookie. true is
 	// refused.
