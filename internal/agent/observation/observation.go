@@ -220,9 +220,11 @@ func (of *observation) look() gateway.Reading {
 
 // neglected reports whether the gateway does not send to the pod because it was never told of it:
 // it was not seen to send to the pod, though it should have, nor to be configured since shortly
-// before the deletion, although that changes the pod's Service.
+// before the deletion and the observation, although the deletion changes the pod's Service. An
+// observation that the end of a stream has interrupted begins late.
 func (of *observation) neglected(is gateway.Reading) bool {
-	return of.listed && !of.sent && !is.Written.IsZero() && is.Written.Before(of.opened.Add(-neglected))
+	return of.listed && !of.sent && !is.Written.IsZero() && is.Written.Before(of.opened.Add(-neglected)) &&
+		is.Written.Before(of.since.Add(-neglected))
 }
 
 // wanted reports whether a hook may still wait.

@@ -185,6 +185,26 @@ func (w writtenWatch) Reading() gateway.Reading {
 	return is
 }
 
+// A stream that ends takes the observation with it. The next one must not take back what the agent
+// has acknowledged.
+func TestAnObservationThatBeginsAgain(t *testing.T) {
+	now := time.Now()
+	k := &written{FakeObserved: planes.NewFakeObserved(), at: now.Add(-time.Hour)}
+	o := newPods(k, slog.New(slog.DiscardHandler))
+	watch := drain.Watch{Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Since: now,
+		Listed: true, Deadline: now.Add(300 * time.Second), Targets: []netip.AddrPort{podTarget}}
+	k.Is(podTarget, health.Routing, 0)
+	o.Watch(now, watch, "r/1")
+	k.at = now.Add(time.Second)
+	k.Is(podTarget, health.Removed, 1)
+	o.Unwatch(now.Add(20*time.Second), "uid-a", "r/1", false)
+	o.Watch(now.Add(21*time.Second), watch, "r/1")
+	k.Is(podTarget, health.Idle, 0)
+	if all := o.Reports(now.Add(22 * time.Second)); len(all) != 1 || all[0].State != health.Idle {
+		t.Errorf("reports %+v, want idle", all)
+	}
+}
+
 // Without this, the rules that kube-proxy left behind when Cilium took its place acknowledge every
 // pod that is younger than they are, and the pod is stopped while Cilium sends to it.
 func TestRulesThatNothingMaintainsAcknowledgeNothing(t *testing.T) {

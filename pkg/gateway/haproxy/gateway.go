@@ -706,7 +706,7 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 	}
 	var streams map[string]int
 	if listing {
-		within, cancel := context.WithDeadline(ctx, o.At.Add(g.cli.timeout))
+		within, cancel := context.WithDeadline(ctx, o.At.Add(2*g.cli.timeout)) // of all processes
 		streams, err = g.streams(within, p.PID)
 		cancel()
 		if errors.Is(err, kindTimeout) {
