@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -55,10 +56,11 @@ func TestANamespaceThatMayNotBeListed(t *testing.T) {
 		web := agenttest.Slice("web-1", "shop", "web", "10.0.0.1@a")
 		web.ResourceVersion = "7"
 		kube := fake.NewClientset(web)
-		forbidden := true
+		var forbidden atomic.Bool
+		forbidden.Store(true)
 		kube.PrependReactor("list", "endpointslices", func(a ktesting.Action) (bool, runtime.Object, error) {
 			err := apierrors.NewForbidden(discovery.Resource("endpointslices"), "", errors.New("no binding"))
-			return a.GetNamespace() == "bank" && forbidden, nil, err
+			return a.GetNamespace() == "bank" && forbidden.Load(), nil, err
 		})
 		set := health.New(health.Options{})
 		r := newEndpoints(t, kube, 0, set, gateway.Route{Service: "shop/web", Pool: "web"},
@@ -84,13 +86,13 @@ func TestANamespaceThatMayNotBeListed(t *testing.T) {
 		if err := r.Fresh(ctx); err != nil {
 			t.Error(err)
 		}
-		forbidden = false
+		forbidden.Store(false)
 		time.Sleep(3 * time.Minute)
 		synctest.Wait()
 		if !r.Synced() || !set.HasSynced() {
 			t.Error("the namespace is not listed once it may be")
 		}
-		forbidden = true
+		forbidden.Store(true)
 		if err := r.Fresh(ctx); !apierrors.IsForbidden(err) {
 			t.Errorf("what is known of the namespace may be old: %v", err)
 		}
