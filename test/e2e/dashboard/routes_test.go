@@ -50,10 +50,15 @@ func TestKindsOfRoutesThatAreInstalledLater(t *testing.T) {
 	}
 	for range 2 {
 		definitions("apply")
-		if out, err := s.Cluster.KubectlInput(t.Context(), stage.GatewayAPI, "wait", "--for=condition=Established",
-			"--timeout=30s", "-f", "-"); err != nil {
-			t.Fatalf("%v: %s", err, out)
-		}
+		// kubectl wait fails for an object that has no conditions yet.
+		harness.Await(t, 30*time.Second, "the kinds are established", func() error {
+			out, err := s.Cluster.KubectlInput(t.Context(), stage.GatewayAPI, "wait", "--for=condition=Established",
+				"--timeout=30s", "-f", "-")
+			if err != nil {
+				return fmt.Errorf("%w: %s", err, out)
+			}
+			return nil
+		})
 		harness.Await(t, 30*time.Second, "kubectl knows the kinds", func() error {
 			return s.Apply(t.Context(), fmt.Sprintf(`
 apiVersion: gateway.networking.k8s.io/v1
