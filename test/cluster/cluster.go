@@ -42,6 +42,7 @@ import (
 	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
@@ -400,6 +401,17 @@ func (c *Cluster) KubectlInput(ctx context.Context, input string, args ...string
 		return string(out), fmt.Errorf("kubectl %s: %w: %s", strings.Join(args, " "), err, bytes.TrimSpace(out))
 	}
 	return string(out), nil
+}
+
+// Established waits until definitions, the manifests of CustomResourceDefinitions, are established.
+// It tries again, because kubectl wait fails for an object that has no conditions yet.
+func (c *Cluster) Established(ctx context.Context, definitions string) (err error) {
+	_ = wait.PollUntilContextTimeout(ctx, 25*time.Millisecond, 30*time.Second, true,
+		func(ctx context.Context) (bool, error) {
+			_, err = c.KubectlInput(ctx, definitions, "wait", "--for=condition=Established", "--timeout=30s", "-f", "-")
+			return err == nil, nil
+		}) // err says more
+	return err
 }
 
 // KillAPIServer kills the API server with SIGKILL and waits until it is gone. etcd and the others

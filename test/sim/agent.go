@@ -150,7 +150,7 @@ func (a *agent) start() {
 	a.hooks, a.broken = nil, nil
 	a.dead, a.expiries, a.heard = map[drain.UID]bool{}, map[drain.UID]map[string]time.Time{}, &source.Heard{}
 	a.programming, a.learned, a.unlearned = false, false, false
-	a.barred, a.withheld, a.synced = "", nil, false
+	a.barred, a.withheld, a.synced = "", map[int]slice{}, false
 	a.stepping, a.poked, a.generation = false, false, ""
 	a.set = health.New(health.Options{})
 	a.log("starts")
@@ -237,11 +237,7 @@ func (a *agent) sync() {
 }
 
 // bars reports whether it may not list the namespace whose Service feeds a pool.
-func (a *agent) bars(p health.Pool) bool {
-	return slices.ContainsFunc([]int{0, 1, 2}, func(i int) bool {
-		return pool(i) == p && service(i).Namespace == a.barred
-	})
-}
+func (a *agent) bars(p health.Pool) bool { return service(int(p[0]-'a')).Namespace == a.barred }
 
 // allow gives it back the right to list a namespace.
 func (a *agent) allow() {
@@ -249,7 +245,6 @@ func (a *agent) allow() {
 	for _, i := range sorted(a.withheld) {
 		a.watch.slice(i, a.withheld[i])
 	}
-	a.withheld = nil
 	a.sync()
 }
 
@@ -687,9 +682,6 @@ func (w *world) addAgent(lag time.Duration, population string) {
 	a.gw = newGateway(w, a)
 	a.watch = &watcher{p: &a.proc, slice: func(i int, s slice) {
 		if service(i).Namespace == a.barred {
-			if a.withheld == nil {
-				a.withheld = map[int]slice{}
-			}
 			a.withheld[i] = s
 			return
 		}

@@ -30,7 +30,7 @@ const (
 	// cleanAgain is the interval at which the agent checks whether the kernel still sends to the
 	// address. It is also how long each pod waits at least, so that several are cleaned together.
 	cleanAgain = 200 * time.Millisecond
-	// neglected is how long before the watch of a pod the gateway must have been configured last to
+	// neglected is how long before a pod's deletion the gateway must have been configured last to
 	// count as abandoned. It is as long as gateways take to learn of a change.
 	neglected = 10 * time.Second
 	// afterwards is how long after its deadline a barrier is still reported.

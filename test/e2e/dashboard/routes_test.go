@@ -50,15 +50,9 @@ func TestKindsOfRoutesThatAreInstalledLater(t *testing.T) {
 	}
 	for range 2 {
 		definitions("apply")
-		// kubectl wait fails for an object that has no conditions yet.
-		harness.Await(t, 30*time.Second, "the kinds are established", func() error {
-			out, err := s.Cluster.KubectlInput(t.Context(), stage.GatewayAPI, "wait", "--for=condition=Established",
-				"--timeout=30s", "-f", "-")
-			if err != nil {
-				return fmt.Errorf("%w: %s", err, out)
-			}
-			return nil
-		})
+		if err := s.Cluster.Established(t.Context(), stage.GatewayAPI); err != nil {
+			t.Fatal(err)
+		}
 		harness.Await(t, 30*time.Second, "kubectl knows the kinds", func() error {
 			return s.Apply(t.Context(), fmt.Sprintf(`
 apiVersion: gateway.networking.k8s.io/v1

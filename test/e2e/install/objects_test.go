@@ -414,15 +414,9 @@ func installDefinitions(t *testing.T, c *cluster.Cluster, of, folder string, fil
 			"-f", "-"); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
-		// kubectl wait fails for an object that has no conditions yet.
-		harness.Await(t, 30*time.Second, "the kinds are established", func() error {
-			out, err := c.KubectlInput(t.Context(), plain.String(), "wait", "--for=condition=Established",
-				"--timeout=30s", "-f", "-")
-			if err != nil {
-				return fmt.Errorf("%w: %s", err, out)
-			}
-			return nil
-		})
+		if err := c.Established(t.Context(), plain.String()); err != nil {
+			t.Fatal(err)
+		}
 	}
 }
 

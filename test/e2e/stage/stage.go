@@ -257,15 +257,8 @@ func (s *Stage) InstallCoordinator(ctx context.Context) error {
 		if err := s.Apply(ctx, s.CRDs); err != nil {
 			return err
 		}
-		// kubectl wait fails for an object that has no conditions yet.
-		for end := time.Now().Add(30 * time.Second); ; time.Sleep(25 * time.Millisecond) {
-			out, err := s.Cluster.Kubectl(ctx, "wait", "--for=condition=Established", "crd", "--all")
-			if err == nil {
-				break
-			}
-			if time.Now().After(end) {
-				return fmt.Errorf("%w: %s", err, out)
-			}
+		if err := s.Cluster.Established(ctx, s.CRDs); err != nil {
+			return err
 		}
 	}
 	return s.SetEntries(ctx, max(s.Entries, 1))
