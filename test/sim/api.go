@@ -165,7 +165,7 @@ func (a *api) setReady(p *pod, ready bool) {
 type policy int
 
 const (
-	everywhere policy = iota
+	allNodes policy = iota
 	// localFromOutside: what comes from outside stays on the node. localAlways: nothing leaves it.
 	localFromOutside
 	localAlways

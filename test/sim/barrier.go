@@ -97,7 +97,7 @@ func (k *kernel) sync() {
 		if k.w.api.policies[i] != localAlways {
 			k.chosen[2*i], k.without[2*i] = endpointsUsed(s.endpoints, nil)
 		}
-		if k.w.api.policies[i] != everywhere {
+		if k.w.api.policies[i] != allNodes {
 			k.chosen[2*i+1], k.without[2*i+1] = endpointsUsed(s.endpoints, k.a)
 		}
 	}
@@ -178,7 +178,7 @@ func (k *kernel) checkEnd() {
 	for i, s := range w.api.slices {
 		for n, here := range []*agent{nil, k.a} {
 			want, _ := endpointsUsed(s.endpoints, here)
-			if n == 0 && w.api.policies[i] == localAlways || n == 1 && w.api.policies[i] == everywhere {
+			if n == 0 && w.api.policies[i] == localAlways || n == 1 && w.api.policies[i] == allNodes {
 				want = nil
 			}
 			if got := k.chosen[2*i+n]; !slices.Equal(got, want) {

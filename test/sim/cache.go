@@ -182,7 +182,7 @@ func (a *api) service(i int) *corev1.Service {
 	}
 	local := corev1.ServiceInternalTrafficPolicyLocal
 	switch a.policies[i] {
-	case everywhere:
+	case allNodes:
 	case localAlways:
 		object.Spec.InternalTrafficPolicy = &local
 		object.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyLocal
