@@ -8,7 +8,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"strings"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -155,8 +154,7 @@ func directedOps(registry *prometheus.Registry, following *serving.Health, start
 		case !start.learnt.Load():
 			return "open drains are not known yet"
 		case !endpoints.Synced():
-			return "EndpointSlices are not known yet, of namespaces: " + strings.Join(endpoints.Unlisted(), ", ") +
-				" (where that lasts, the agent may not list them: its RoleBinding is missing)"
+			return endpoints.Missing()
 		case !start.director.Programmed():
 			return "the gateway is not programmed from EndpointSlices yet"
 		}

@@ -19,7 +19,7 @@ func (x *Index) Endpoints(service types.NamespacedName, portName string) []healt
 	byTarget := map[health.Target]health.Endpoint{}
 	if of := x.services[service]; of != nil {
 		for _, c := range of.slices {
-			n := number(c.last, portName)
+			n := (&view{port: Port{Name: portName}}).number(c.last)
 			if n == 0 {
 				continue
 			}

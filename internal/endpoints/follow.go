@@ -4,12 +4,15 @@ import (
 	"net/netip"
 	"slices"
 
+	discovery "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
 
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Port is one port of a Service, by its name. An empty name means the only port.
+// Port is one port of a Service, by its name. An empty name means the only port, also after the
+// Service was given another one.
 type Port struct {
 	Service types.NamespacedName
 	Name    string
@@ -24,7 +27,9 @@ type PortChange struct {
 
 // view is one port that is followed: what all slices say together of each target.
 type view struct {
-	port    Port
+	port Port
+	// only is the port that an empty name means, as a slice last listed it. Nil: none has.
+	only    *discovery.EndpointPort
 	tallies map[health.Target]*tally
 	// touched are those that the present event has counted.
 	touched []*tally
@@ -59,6 +64,51 @@ func (x *Index) Follow(p Port) {
 		panic("endpoints: Follow after Apply")
 	}
 	x.views[p.Service] = append(x.views[p.Service], &view{port: p, tallies: map[health.Target]*tally{}})
+}
+
+// Ambiguous reports whether a port has no name and its Service has several, of which it is not known
+// which one is meant.
+func (x *Index) Ambiguous(p Port) bool {
+	x.mu.RLock()
+	defer x.mu.RUnlock()
+	i := slices.IndexFunc(x.views[p.Service], func(v *view) bool { return v.port == p })
+	if i < 0 || p.Name != "" || x.services[p.Service] == nil {
+		return false
+	}
+	for _, c := range x.services[p.Service].slices {
+		if c.numbers[i] == 0 && len(validPorts(c.last)) > 1 {
+			return true
+		}
+	}
+	return false
+}
+
+// number returns the number that the port has in a slice. 0: it has none.
+func (v *view) number(s *discovery.EndpointSlice) uint16 {
+	all := validPorts(s)
+	i := slices.IndexFunc(all, func(p discovery.EndpointPort) bool { return ptr.Deref(p.Name, "") == v.port.Name })
+	switch {
+	case v.port.Name != "":
+	case len(all) == 1:
+		i = 0
+	case i < 0 && v.only != nil:
+		// By its name, or by its number: one port needs no name, but several do.
+		if i = slices.IndexFunc(all, func(p discovery.EndpointPort) bool { return ptr.Equal(p.Name, v.only.Name) }); i < 0 {
+			i = slices.IndexFunc(all, func(p discovery.EndpointPort) bool { return *p.Port == *v.only.Port })
+		}
+	}
+	if i < 0 {
+		return 0
+	}
+	v.only = &all[i]
+	return uint16(*all[i].Port)
+}
+
+// validPorts returns the ports of a slice that have a valid number.
+func validPorts(s *discovery.EndpointSlice) []discovery.EndpointPort {
+	return slices.DeleteFunc(slices.Clone(s.Ports), func(p discovery.EndpointPort) bool {
+		return p.Port == nil || *p.Port <= 0 || *p.Port > 65535
+	})
 }
 
 func (v *view) count(e endpoint, number uint16, by int) {

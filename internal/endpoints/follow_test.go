@@ -99,6 +99,30 @@ func TestOnlyWhatChangesIsTold(t *testing.T) {
 	}
 }
 
+// A Service is given a second port, for which its first must get a name. Its pool had been emptied.
+func TestASecondPort(t *testing.T) {
+	x := following()
+	for _, step := range []struct {
+		why   string
+		ports []string
+		want  string
+	}{
+		{"one port", []string{":80"}, "shop/api : 10.0.0.1:80@a+"},
+		{"a second one", []string{"metrics:9090", "http:80"}, ""},
+		{"the first has another number", []string{"metrics:80", "http:8080"},
+			"shop/api : 10.0.0.1:80@a gone 10.0.0.1:8080@a+"},
+		{"and another name", []string{"web:8080", "metrics:80"}, ""},
+		{"it is another port", []string{"grpc:81", "metrics:80"}, "shop/api : 10.0.0.1:8080@a gone"},
+		{"the only one", []string{"metrics:9090"}, "shop/api : 10.0.0.1:9090@a+"},
+	} {
+		s := made("one", api, "10.0.0.1@a ready")
+		s.Ports = ports(step.ports...)
+		if got := told(x.Apply(t0, s)); got != step.want || x.Ambiguous(Port{api, ""}) != (step.why == "it is another port") {
+			t.Fatalf("%s: told %q, want %q; ambiguous %t", step.why, got, step.want, x.Ambiguous(Port{api, ""}))
+		}
+	}
+}
+
 // world is what an API server has, with its history, and what a watcher was told.
 type world struct {
 	t       *testing.T
@@ -187,7 +211,10 @@ func (w *world) change() (name string, s *discovery.EndpointSlice) {
 	case 0:
 		s.Ports = ports("http:81")
 	case 1:
-		s.Ports = ports("metrics:90", "http:80")
+		// Of api no slice has several: which one it means depends on what was before.
+		if s.Labels[discovery.LabelServiceName] == web.Name {
+			s.Ports = ports("metrics:90", "http:80")
+		}
 	case 2:
 		delete(s.Labels, discovery.LabelServiceName)
 	case 3:

@@ -138,7 +138,7 @@ func (x *Index) take(now time.Time, name types.NamespacedName, s *discovery.Endp
 func (x *Index) add(name, of types.NamespacedName, s *discovery.EndpointSlice) {
 	c := &slice{last: s, service: of}
 	for _, v := range x.views[of] {
-		c.numbers = append(c.numbers, number(s, v.port.Name))
+		c.numbers = append(c.numbers, v.number(s))
 	}
 	x.slices[name] = c
 	v := x.services[of]
@@ -320,28 +320,6 @@ func (x *Index) Usable(service types.NamespacedName) []health.UID {
 func ServiceOf(s *discovery.EndpointSlice) (types.NamespacedName, bool) {
 	name := s.Labels[discovery.LabelServiceName]
 	return types.NamespacedName{Namespace: s.Namespace, Name: name}, name != ""
-}
-
-// number returns the number that a port has in a slice, by its name. An empty name means the only
-// port. 0: there is none.
-func number(s *discovery.EndpointSlice, name string) uint16 {
-	var only uint16
-	valid := 0
-	for i := range s.Ports {
-		p := &s.Ports[i]
-		if p.Port == nil || *p.Port <= 0 || *p.Port > 65535 {
-			continue
-		}
-		valid++
-		only = uint16(*p.Port)
-		if p.Name == nil && name == "" || p.Name != nil && *p.Name == name {
-			return only
-		}
-	}
-	if name == "" && valid == 1 {
-		return only
-	}
-	return 0
 }
 
 // read reduces one endpoint of a slice. ok is false if it has no usable address.

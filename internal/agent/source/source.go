@@ -5,9 +5,11 @@ package source
 import (
 	"cmp"
 	"context"
+	"fmt"
 	"log/slog"
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -44,6 +46,10 @@ type Endpoints struct {
 	// told is called after targets of some families have changed in the set, or after pools of it
 	// have synced.
 	told func([]serving.Family)
+	// ambiguous are ends of first lists that the set was not told of, because a route does not say
+	// which port it means.
+	ambiguous []change
+	log       *slog.Logger
 	// watches are the watches, by namespace.
 	watches map[string]*watch.Watch
 }
@@ -79,7 +85,7 @@ func New(kube kubernetes.Interface, ports map[health.Pool]endpoints.Port, lag ti
 	r := &Endpoints{
 		kube: kube, lag: lag, set: set, index: endpoints.NewIndex(), pools: map[endpoints.Port][]health.Pool{},
 		changes: make(chan change, backlog), ended: make(chan struct{}),
-		told: told, watches: map[string]*watch.Watch{},
+		told: told, log: log, watches: map[string]*watch.Watch{},
 	}
 	for pool, port := range ports {
 		r.pools[port] = append(r.pools[port], pool)
@@ -111,15 +117,24 @@ func New(kube kubernetes.Interface, ports map[health.Pool]endpoints.Port, lag ti
 // Synced reports whether the first lists of all namespaces have been handed to the set.
 func (r *Endpoints) Synced() bool { return r.isSynced.Load() }
 
-// Unlisted returns the namespaces whose first list has not arrived, sorted.
-func (r *Endpoints) Unlisted() (namespaces []string) {
-	for namespace, w := range r.watches {
-		if !w.HasSynced() {
+// Missing says what is not synced, and what to do.
+func (r *Endpoints) Missing() string {
+	var namespaces, services []string
+	for port, pools := range r.pools {
+		switch namespace := port.Service.Namespace; {
+		case !r.watches[namespace].HasSynced():
 			namespaces = append(namespaces, namespace)
+		case r.index.Ambiguous(port):
+			services = append(services, fmt.Sprintf("%s (%s)", port.Service, pools[0]))
 		}
 	}
+	if slices.Sort(services); len(services) > 0 {
+		return "Services with several ports, and routes that name none: " + strings.Join(services, ", ") +
+			": set port, and start the agent again"
+	}
 	slices.Sort(namespaces)
-	return namespaces
+	return "EndpointSlices are not known yet, of namespaces: " + strings.Join(slices.Compact(namespaces), ", ") +
+		" (where that lasts, the agent may not list them: its RoleBinding is missing)"
 }
 
 // Run watches the EndpointSlices of every namespace that a route is in, until ctx is done.
@@ -191,9 +206,10 @@ func (r *Endpoints) send(ctx context.Context, c change) {
 func (r *Endpoints) apply(c change) {
 	now := time.Now()
 	if c.synced != nil {
-		r.set.Synced(c.synced...)
-		r.isSynced.Store(len(c.synced) == 0)
-		r.told(nil)
+		if !r.sync(c) {
+			r.ambiguous = append(r.ambiguous, c)
+			r.log.Error("targets stay in the gateway, and no deletion is acknowledged", "error", r.Missing())
+		}
 		return
 	}
 	take := r.index.Apply
@@ -201,6 +217,20 @@ func (r *Endpoints) apply(c change) {
 		take = r.index.Delete
 	}
 	r.tell(now, take(now, c.slice))
+	r.ambiguous = slices.DeleteFunc(r.ambiguous, r.sync)
+}
+
+// sync tells the set of the end of first lists, unless a route does not say which port it means.
+func (r *Endpoints) sync(c change) bool {
+	for port, pools := range r.pools {
+		if (len(c.synced) == 0 || slices.Contains(c.synced, pools[0])) && r.index.Ambiguous(port) {
+			return false
+		}
+	}
+	r.set.Synced(c.synced...)
+	r.isSynced.Store(len(c.synced) == 0)
+	r.told(nil)
+	return true
 }
 
 // tell hands differences to the set.

@@ -70,8 +70,8 @@ func TestANamespaceThatMayNotBeListed(t *testing.T) {
 		go func() { ended <- r.Run(ctx) }()
 		time.Sleep(time.Minute)
 		synctest.Wait()
-		if got := r.Unlisted(); !slices.Equal(got, []string{"bank"}) || r.Synced() || set.HasSynced() {
-			t.Errorf("not listed are %q, synced %t", got, r.Synced())
+		if got := r.Missing(); !strings.Contains(got, "namespaces: bank (") || r.Synced() || set.HasSynced() {
+			t.Errorf("it says %q, synced %t", got, r.Synced())
 		}
 		set.Exclude(time.Now(), "a", "r", time.Now(), time.Now().Add(time.Hour))
 		a := health.Target{UID: "a", Addr: netip.MustParseAddrPort("10.0.0.1:80")}
@@ -99,6 +99,41 @@ func TestANamespaceThatMayNotBeListed(t *testing.T) {
 		cancel()
 		if err := <-ended; err != nil {
 			t.Error(err)
+		}
+	})
+}
+
+// An agent that starts after its Service was given a second port does not know which one its route
+// means. It had emptied the pool.
+func TestARouteOfWhichThePortIsNotKnown(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		web := agenttest.Slice("web-1", "shop", "web", "10.0.0.1@a")
+		web.Ports = append(web.Ports, discovery.EndpointPort{Name: new("metrics"), Port: new(int32(9090))})
+		kube := fake.NewClientset(web, agenttest.Slice("api-1", "shop", "api", "10.0.0.2@b"))
+		set := health.New(health.Options{})
+		set.Adopt(time.Now(), []health.Key{
+			{Pool: "web", Target: health.Target{UID: "a", Addr: netip.MustParseAddrPort("10.0.0.1:80")}}})
+		r := newEndpoints(t, kube, 0, set, gateway.Route{Service: "shop/web", Pool: "web"},
+			gateway.Route{Service: "shop/api", Pool: "api"})
+		go r.Run(t.Context())
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		if got := r.Missing(); !strings.Contains(got, "shop/web (web)") || r.Synced() || set.HasSynced() {
+			t.Errorf("it says %q, synced %t", got, r.Synced())
+		}
+		view := set.Targets()
+		if len(view) != 2 || view[0].Why == health.WhyNotReady || view[1].Why == health.WhyNotReady {
+			t.Errorf("the adopted target is to be removed: %+v", view)
+		}
+		// The second port is taken back.
+		one := web.DeepCopy()
+		one.Ports = one.Ports[:1]
+		slices := kube.DiscoveryV1().EndpointSlices("shop")
+		if _, err := slices.Update(t.Context(), one, metav1.UpdateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		if got := claims(set); got != "api:1 web:1" || !r.Synced() || !set.HasSynced() {
+			t.Errorf("claims are %q, synced %t", got, r.Synced())
 		}
 	})
 }
