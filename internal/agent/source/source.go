@@ -49,7 +49,9 @@ type Endpoints struct {
 	// ambiguous are ends of first lists that the set was not told of, because a route does not say
 	// which port it means.
 	ambiguous []change
-	log       *slog.Logger
+	// unclear are such ports, as they were logged.
+	unclear map[endpoints.Port]bool
+	log     *slog.Logger
 	// watches are the watches, by namespace.
 	watches map[string]*watch.Watch
 }
@@ -85,7 +87,7 @@ func New(kube kubernetes.Interface, ports map[health.Pool]endpoints.Port, lag ti
 	r := &Endpoints{
 		kube: kube, lag: lag, set: set, index: endpoints.NewIndex(), pools: map[endpoints.Port][]health.Pool{},
 		changes: make(chan change, backlog), ended: make(chan struct{}),
-		told: told, log: log, watches: map[string]*watch.Watch{},
+		told: told, unclear: map[endpoints.Port]bool{}, log: log, watches: map[string]*watch.Watch{},
 	}
 	for pool, port := range ports {
 		r.pools[port] = append(r.pools[port], pool)
@@ -208,7 +210,6 @@ func (r *Endpoints) apply(c change) {
 	if c.synced != nil {
 		if !r.sync(c) {
 			r.ambiguous = append(r.ambiguous, c)
-			r.log.Error("targets stay in the gateway, and no deletion is acknowledged", "error", r.Missing())
 		}
 		return
 	}
@@ -218,6 +219,15 @@ func (r *Endpoints) apply(c change) {
 	}
 	r.tell(now, take(now, c.slice))
 	r.ambiguous = slices.DeleteFunc(r.ambiguous, r.sync)
+	service, _ := endpoints.ServiceOf(c.slice)
+	port := endpoints.Port{Service: service}
+	if unclear := r.index.Ambiguous(port); unclear != r.unclear[port] {
+		r.unclear[port] = unclear
+		if unclear {
+			r.log.Error("a Service has several ports, and its routes name none: set port, and start the agent again",
+				"service", service, "pools", r.pools[port])
+		}
+	}
 }
 
 // sync tells the set of the end of first lists, unless a route does not say which port it means.
