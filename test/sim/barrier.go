@@ -287,6 +287,32 @@ func (k *kernel) kept(uid drain.UID) bool {
 	return true
 }
 
+// alone says whether the kernel knows no other endpoint wherever it sends to uid.
+func (k *kernel) alone(uid drain.UID) bool {
+	return !slices.ContainsFunc(k.chosen, func(c []drain.UID) bool { return len(c) > 1 && slices.Contains(c, uid) })
+}
+
+// misled says whether c has not learned yet that no other endpoint is ready any more of those that
+// it takes for ready beside uid.
+func (c *coord) misled(uid drain.UID) bool {
+	found := false
+	for i, s := range c.slices {
+		if !slices.ContainsFunc(s.endpoints, func(e endpoint) bool { return e.uid == uid }) {
+			continue
+		}
+		for _, e := range s.endpoints {
+			switch {
+			case e.uid == uid || !e.ready || e.terminating:
+			case slices.ContainsFunc(c.w.api.slices[i].endpoints, func(o endpoint) bool { return o.uid == e.uid && o.ready }):
+				return false
+			default:
+				found = true
+			}
+		}
+	}
+	return found
+}
+
 // stays says whether the kernel goes on sending to uid wherever it does, once it has heard of all.
 func (k *kernel) stays(uid drain.UID, all []slice) bool {
 	for i, s := range all {
@@ -822,6 +848,11 @@ func (c *coord) checkPass(p *pod, by *agent, s drain.Status, why *pass) {
 				w.excuse("routed by a kernel: it hears more than 10 s late")
 			case last && a.kernel.stays(p.uid, c.slices):
 				w.excuse("routed by a kernel: LastTarget, and another endpoint is just becoming ready")
+				if s.Reason == drain.AgentsLost {
+					why.excused[a] = "LastTarget"
+				}
+			case last && a.kernel.alone(p.uid) && c.misled(p.uid):
+				w.excuse("routed by a kernel: LastTarget, and the coordinator takes an endpoint for ready that no longer is")
 				if s.Reason == drain.AgentsLost {
 					why.excused[a] = "LastTarget"
 				}
