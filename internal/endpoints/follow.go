@@ -66,8 +66,8 @@ func (x *Index) Follow(p Port) {
 	x.views[p.Service] = append(x.views[p.Service], &view{port: p, tallies: map[health.Target]*tally{}})
 }
 
-// Ambiguous reports whether a port has no name and its Service has several, of which it is not known
-// which one is meant.
+// Ambiguous reports whether a port has no name and its Service has several, of which it is not
+// known which one is meant.
 func (x *Index) Ambiguous(p Port) bool {
 	x.mu.RLock()
 	defer x.mu.RUnlock()
@@ -93,7 +93,8 @@ func (v *view) number(s *discovery.EndpointSlice) uint16 {
 		i = 0
 	case i < 0 && v.only != nil:
 		// By its name, or by its number: one port needs no name, but several do.
-		if i = slices.IndexFunc(all, func(p discovery.EndpointPort) bool { return ptr.Equal(p.Name, v.only.Name) }); i < 0 {
+		i = slices.IndexFunc(all, func(p discovery.EndpointPort) bool { return ptr.Equal(p.Name, v.only.Name) })
+		if i < 0 {
 			i = slices.IndexFunc(all, func(p discovery.EndpointPort) bool { return *p.Port == *v.only.Port })
 		}
 	}

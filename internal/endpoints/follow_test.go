@@ -117,8 +117,9 @@ func TestASecondPort(t *testing.T) {
 	} {
 		s := made("one", api, "10.0.0.1@a ready")
 		s.Ports = ports(step.ports...)
-		if got := told(x.Apply(t0, s)); got != step.want || x.Ambiguous(Port{api, ""}) != (step.why == "it is another port") {
-			t.Fatalf("%s: told %q, want %q; ambiguous %t", step.why, got, step.want, x.Ambiguous(Port{api, ""}))
+		got, ambiguous := told(x.Apply(t0, s)), x.Ambiguous(Port{api, ""})
+		if got != step.want || ambiguous != (step.why == "it is another port") {
+			t.Fatalf("%s: told %q, want %q; ambiguous %t", step.why, got, step.want, ambiguous)
 		}
 	}
 }

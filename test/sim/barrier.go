@@ -303,7 +303,9 @@ func (c *coord) misled(uid drain.UID) bool {
 		for _, e := range s.endpoints {
 			switch {
 			case e.uid == uid || !e.ready || e.terminating:
-			case slices.ContainsFunc(c.w.api.slices[i].endpoints, func(o endpoint) bool { return o.uid == e.uid && o.ready }):
+			case slices.ContainsFunc(c.w.api.slices[i].endpoints, func(o endpoint) bool {
+				return o.uid == e.uid && o.ready
+			}):
 				return false
 			default:
 				found = true
@@ -852,7 +854,7 @@ func (c *coord) checkPass(p *pod, by *agent, s drain.Status, why *pass) {
 					why.excused[a] = "LastTarget"
 				}
 			case last && a.kernel.alone(p.uid) && c.misled(p.uid):
-				w.excuse("routed by a kernel: LastTarget, and the coordinator takes an endpoint for ready that no longer is")
+				w.excuse("routed by a kernel: LastTarget, and the coordinator takes for ready what no longer is")
 				if s.Reason == drain.AgentsLost {
 					why.excused[a] = "LastTarget"
 				}
