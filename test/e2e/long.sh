@@ -54,12 +54,12 @@ part chart NEEDS="helm3 helm4" LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 
 part upstream NEEDS="upstream busybox curl" ONLY= LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 3h -run '^TestUpstream$' ./nodes
 part chaos SEED=1 MINUTES=10 LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 40m -run '^TestChaos$' ./nodes
 part pace LAMEDUCK_BIN="$BIN" -tags e2e,long -count=1 -timeout 30m -run '^TestPace$' ./nodes
-for version in v1.30.14 v1.31.12 v1.32.10 v1.33.13 v1.34.4 v1.35.4 v1.37.2; do # the last of each minor of which the module proxy has all modules
+for version in v1.30.14 v1.31.14 v1.32.13 v1.33.13 v1.34.4 v1.35.4 v1.37.2; do # the last one of each minor
 	name=kubernetes-${version#v}
 	[[ $name =~ ${PARTS:-} ]] || continue
 	if source=$(../cluster/kubernetes/version.sh $version) &&
 		(cd ../cluster && LAMEDUCK_CLUSTER_SRC=$source go run ./cmd/kubernetes-build control-plane); then
-		part "$name" LAMEDUCK_CLUSTER_SRC="$source" -count=1 -timeout 30m ./apiserver
+		part "$name" LAMEDUCK_CLUSTER_SRC="$source" -count=1 -timeout 30m ./apiserver ./scenarios
 	else
 		summary+="  $name  FAILED: it was not built"$'\n' failed="$failed $name"
 	fi
