@@ -49,9 +49,7 @@ type Endpoints struct {
 	// ambiguous are ends of first lists that the set was not told of, because a route does not say
 	// which port it means.
 	ambiguous []change
-	// unclear are such ports, as they were logged.
-	unclear map[endpoints.Port]bool
-	log     *slog.Logger
+	log       *slog.Logger
 	// watches are the watches, by namespace.
 	watches map[string]*watch.Watch
 }
@@ -87,7 +85,7 @@ func New(kube kubernetes.Interface, ports map[health.Pool]endpoints.Port, lag ti
 	r := &Endpoints{
 		kube: kube, lag: lag, set: set, index: endpoints.NewIndex(), pools: map[endpoints.Port][]health.Pool{},
 		changes: make(chan change, backlog), ended: make(chan struct{}),
-		told: told, unclear: map[endpoints.Port]bool{}, log: log, watches: map[string]*watch.Watch{},
+		told: told, log: log, watches: map[string]*watch.Watch{},
 	}
 	for pool, port := range ports {
 		r.pools[port] = append(r.pools[port], pool)
@@ -217,16 +215,14 @@ func (r *Endpoints) apply(c change) {
 	if c.gone {
 		take = r.index.Delete
 	}
-	r.tell(now, take(now, c.slice))
-	r.ambiguous = slices.DeleteFunc(r.ambiguous, r.sync)
 	service, _ := endpoints.ServiceOf(c.slice)
 	port := endpoints.Port{Service: service}
-	if unclear := r.index.Ambiguous(port); unclear != r.unclear[port] {
-		r.unclear[port] = unclear
-		if unclear {
-			r.log.Error("a Service has several ports, and its routes name none: set port, and start the agent again",
-				"service", service, "pools", r.pools[port])
-		}
+	was := r.index.Ambiguous(port)
+	r.tell(now, take(now, c.slice))
+	r.ambiguous = slices.DeleteFunc(r.ambiguous, r.sync)
+	if !was && r.index.Ambiguous(port) {
+		r.log.Error("a Service has several ports, and its routes name none: set port, and start the agent again",
+			"service", service, "pools", r.pools[port])
 	}
 }
 
