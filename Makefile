@@ -7,6 +7,8 @@ export GOFLAGS := -buildvcs=false
 export PATH := $(PATH):/usr/sbin:/usr/local/sbin
 BIN := $(CURDIR)/bin
 MODULES := . test/cluster test/e2e tools/release
+# Where one of these began last, it would run alone at the end.
+test/e2e_FIRST := ./scenarios ./install ./dashboard ./witness
 # The module's own go.sum, which the sum covers, pins what it requires.
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2@v2.15.0
 GOLANGCI_LINT_SUM := h1:w94zf8HAYI7hm3164kwKsvZRuqXvY+YxeFoTbu1OLg8=
@@ -73,7 +75,7 @@ demo: haproxy ## one rolling update under load, three times: unprotected, preSto
 
 .PHONY: test
 test: haproxy haproxy28 envoy envoy139 traefik keepalived lua chromium axe prometheus node-packages kubernetes ## every test, with -race, against the real control plane and the real HAProxy
-	@for m in $(MODULES); do echo "== module $$m"; (cd $$m && go vet ./... && go test -race -count=1 -timeout 20m ./...) || exit 1; done
+	@$(foreach m,$(MODULES),echo "== module $m"; (cd $m && go vet ./... && go test -race -count=1 -timeout 20m $($m_FIRST) ./...) || exit 1;)
 	@echo "== HAProxy 2.8"; HAPROXY=haproxy28 go test -race -count=1 -timeout 20m ./pkg/gateway/haproxy
 	@echo "== Envoy 1.39"; ENVOY=envoy139 go test -race -count=1 -timeout 20m ./pkg/gateway/envoy
 
