@@ -194,14 +194,18 @@ func (l *Ledger) updateContext(now time.Time, d *drain, b Barrier) {
 	}
 }
 
-// removedBy returns the agents that have acknowledged d, at the hold. Other agents may route a
-// Service that was not known then to list the pod.
+// removedBy returns the agents that have acknowledged d, at the hold. Removed is enough only if the
+// hold waited for Idle as long as it may. Other agents may route a Service that was not known then
+// to list the pod.
 func (l *Ledger) removedBy(now time.Time, d *drain) bits {
-	letGo := bits{}.cleared(len(l.slots))
+	letGo, enough := bits{}.cleared(len(l.slots)), Idle
+	if !d.quiescingAt.IsZero() && now.Sub(d.quiescingAt) >= l.times.IdleBound {
+		enough = Removed
+	}
 	said := l.reportsOn(d)
 	for _, a := range l.owing(d) {
 		// A gateway that keeps the last target drops it when the pod is terminating.
-		if state, last, _ := l.stateOf(now, said[a.slot], d); state >= Removed && !last {
+		if state, last, _ := l.stateOf(now, said[a.slot], d); state >= enough && !last {
 			letGo.set(a.slot)
 		}
 	}
@@ -461,9 +465,10 @@ func (h *durations) percentile(share float64) time.Duration {
 }
 
 // learn records how long the gateway of a took to stop routing, if r is its first report of that,
-// after had.
+// after had. A node that never had rules for the pod takes no time, which says nothing of others.
 func (l *Ledger) learn(now time.Time, a *agent, d *drain, had State, r Report) {
-	if r.State >= Removed && had < Removed && a.sampled() && a.gateOf(d) == AtBarrier && now.Before(l.deadline(d)) {
+	if r.HasSent && r.State >= Removed && had < Removed && a.sampled() && a.gateOf(d) == AtBarrier &&
+		now.Before(l.deadline(d)) {
 		l.learnt.add(now.Sub(d.since))
 	}
 }

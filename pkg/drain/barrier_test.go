@@ -128,8 +128,16 @@ func TestWhoDirectsOwesWhatItDidNotAtTheHold(t *testing.T) {
 		"it was never asked": {func(*world) {}, "Unrouting edge:unknown"},
 		"it has let go": {func(w *world) { w.ask(p, web); w.say("edge", p, Idle) },
 			"Released NoAgents"},
-		"it has let go, and requests ran": {func(w *world) { w.ask(p, web); w.say("edge", p, Removed) },
-			"Released NoAgents"},
+		// The deletion did not wait: the pod has the condition DisruptionTarget, or no webhook answered.
+		"requests run that it has sent": {func(w *world) { w.ask(p, web); w.say("edge", p, Removed) },
+			"Unrouting edge:unknown"},
+		"requests ran for as long as the hold waits for them": {func(w *world) {
+			w.ask(p, web)
+			w.say("edge", p, Removed)
+			w.Status(w.now, AtHold, p.UID)
+			w.pass(w.times.IdleBound)
+			w.say("edge", p, Removed)
+		}, "Released NoAgents"},
 		"it kept the pod as the last": {func(w *world) { w.ask(p, web); w.say("edge", p, Kept) },
 			"Unrouting edge:unknown"},
 		"it has let go, and routes again: its container was started again": {func(w *world) {
@@ -663,10 +671,49 @@ func TestWhatIsLearntIsForgotten(t *testing.T) {
 	p := pod("a")
 	w.open(p, "node-1")
 	w.pass(2 * time.Second)
-	w.see("node-1", p, Removed, true)
-	w.see("node-1", p, Idle, true)
+	for _, s := range []State{Removed, Idle} {
+		w.report("node-1", Report{UID: p.UID, State: s, Gate: AtBarrier, HasSent: true})
+	}
 	if w.learnt.n != 1 || w.learnt.percentile(1) < 2*time.Second || w.learnt.percentile(1) > 2400*time.Millisecond {
 		t.Errorf("learnt %d times, %s", w.learnt.n, w.learnt.percentile(1))
+	}
+}
+
+// Nodes have no rules for pods without a Service. How fast they say so does not show how long a sync
+// of kube-proxy takes.
+func TestNothingIsLearntWithoutRules(t *testing.T) {
+	w := newWorld(t)
+	var nodes []AgentID
+	for i := range w.sampling.AllUpTo + 1 {
+		nodes = append(nodes, AgentID(fmt.Sprintf("node-%03d", i)))
+		w.observe(nodes[i])
+	}
+	for i := range w.sampling.Learn/len(nodes) + 1 {
+		p := pod(fmt.Sprint("worker", i))
+		w.open(p, nodes[0], func(b *Barrier) { b.Services = nil })
+		for _, id := range nodes {
+			w.see(id, p, Idle, true)
+		}
+		w.wantBarrier(p, "Released Acknowledged")
+	}
+	p := pod("web")
+	w.open(p, nodes[0])
+	if asked := len(w.Status(w.now, AtBarrier, p.UID).Waiting); asked != len(nodes) {
+		t.Errorf("%d of %d nodes are asked, with %d times learnt", asked, len(nodes), w.learnt.n)
+	}
+}
+
+// A deletion that finds the drain of a restart open has all its time.
+func TestADeletionDuringARestart(t *testing.T) {
+	w := newWorld(t)
+	w.join("edge", web)
+	p := pod("a")
+	targets := []Targets{{Service: web, Usable: []UID{p.UID, "other"}}}
+	w.Ask(w.now, p, targets, Place{Restart: true})
+	w.pass(w.times.Deadline + time.Second)
+	s := w.Ask(w.now, p, targets, Place{})
+	if left := s.Deadline.Sub(w.now); s.Phase != Unrouting || left != w.times.Deadline {
+		t.Errorf("%s %s, with %s left", s.Phase, s.Reason, left)
 	}
 }
 

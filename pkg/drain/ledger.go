@@ -175,6 +175,10 @@ func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Sta
 	}
 	switch {
 	case !place.Restart:
+		if d.open && !d.stopped.IsZero() { // a deletion has its own clock
+			d.since, d.begun, d.expired = now, now, false
+			l.touch(d)
+		}
 		d.stopped = time.Time{}
 	case !d.open:
 		d.stopped = cmp.Or(place.Stopped, now)
