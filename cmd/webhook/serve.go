@@ -300,7 +300,7 @@ func (w *watches) register(ctx context.Context, known cache.Cache) error {
 		func(p *corev1.Pod) {
 			if p.DeletionTimestamp != nil {
 				w.coord.GatePassed(drain.UID(p.UID))
-			} else if at, ready := podfacts.ReadySince(p); ready {
+			} else if at, ready := podfacts.BackSince(p); ready {
 				w.coord.Ready(drain.UID(p.UID), at)
 			}
 			w.roster.set(p)
@@ -368,7 +368,10 @@ func strip(object any) (any, error) {
 		for i, c := range pod.Spec.Containers {
 			pod.Spec.Containers[i] = corev1.Container{Name: c.Name, Lifecycle: c.Lifecycle}
 		}
-		pod.Status.ContainerStatuses, pod.Status.InitContainerStatuses = nil, nil
+		pod.Status.InitContainerStatuses = nil
+		for i, c := range pod.Status.ContainerStatuses {
+			pod.Status.ContainerStatuses[i] = corev1.ContainerStatus{State: corev1.ContainerState{Running: c.State.Running}}
+		}
 	}
 	return cache.TransformStripManagedFields()(object)
 }

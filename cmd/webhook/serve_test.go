@@ -41,6 +41,7 @@ func TestProbes(t *testing.T) {
 // What a replica keeps of a pod has everything that is read of it.
 func TestStrip(t *testing.T) {
 	hook := &corev1.Lifecycle{PreStop: &corev1.LifecycleHandler{Sleep: &corev1.SleepAction{Seconds: 5}}}
+	running := corev1.ContainerState{Running: &corev1.ContainerStateRunning{StartedAt: metav1.Unix(1, 0)}}
 	whole := func() *corev1.Pod {
 		return &corev1.Pod{
 			ObjectMeta: metav1.ObjectMeta{Name: "a", Labels: map[string]string{"app": "a"},
@@ -54,13 +55,13 @@ func TestStrip(t *testing.T) {
 			Status: corev1.PodStatus{
 				PodIPs:            []corev1.PodIP{{IP: "10.1.0.7"}},
 				Conditions:        []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionTrue}},
-				ContainerStatuses: []corev1.ContainerStatus{{Name: "c"}},
+				ContainerStatuses: []corev1.ContainerStatus{{Name: "c", State: running}},
 			},
 		}
 	}
 	want := whole()
 	want.ManagedFields, want.Spec.Volumes, want.Spec.Containers[0].Image = nil, nil, ""
-	want.Status.ContainerStatuses = nil
+	want.Status.ContainerStatuses[0].Name = ""
 	got, err := strip(whole())
 	if diff := cmp.Diff(want, got); diff != "" || err != nil {
 		t.Errorf("strip (-want +got): %v\n%s", err, diff)

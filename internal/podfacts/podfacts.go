@@ -24,6 +24,23 @@ func ReadySince(pod *corev1.Pod) (at time.Time, ready bool) {
 	return time.Time{}, false
 }
 
+// BackSince returns since when a ready pod can serve, by the clock of its node: since its Ready
+// condition became true or, if that is later, since its newest container was started. Without a
+// readiness probe the condition stays true while a container is started again. Of a start only the
+// second is known, and at is the end of it: the stop before it is often in the same second.
+func BackSince(pod *corev1.Pod) (at time.Time, ready bool) {
+	at, ready = ReadySince(pod)
+	for _, c := range pod.Status.ContainerStatuses {
+		if c.State.Running == nil {
+			continue
+		}
+		if end := c.State.Running.StartedAt.Add(time.Second - 1); end.After(at) {
+			at = end
+		}
+	}
+	return at, ready
+}
+
 // Addresses returns the addresses of a pod, with port 0: all of their ports.
 func Addresses(pod *corev1.Pod) (all []netip.AddrPort) {
 	for _, ip := range pod.Status.PodIPs {

@@ -80,7 +80,8 @@ type barrier struct {
 	targets []netip.AddrPort
 	stated  time.Duration
 	// observe and listed are as in Barrier. inFlight: an agent has reported connections in flight.
-	observe, listed, inFlight bool
+	// sent: one has seen its node send to the pod.
+	observe, listed, inFlight, sent bool
 	// sample has the agents that are asked, nil if all are. rest is how long the barrier waits for
 	// the nodes outside of it.
 	rest   time.Duration
@@ -465,9 +466,11 @@ func (h *durations) percentile(share float64) time.Duration {
 }
 
 // learn records how long the gateway of a took to stop routing, if r is its first report of that,
-// after had. A node that never had rules for the pod takes no time, which says nothing of others.
+// after had. Nodes that never had rules for the pod take no time, which says nothing of others, so
+// nothing is learned before one was seen to send.
 func (l *Ledger) learn(now time.Time, a *agent, d *drain, had State, r Report) {
-	if r.HasSent && r.State >= Removed && had < Removed && a.sampled() && a.gateOf(d) == AtBarrier &&
+	d.barrier.sent = d.barrier.sent || r.HasSent
+	if d.barrier.sent && r.State >= Removed && had < Removed && a.sampled() && a.gateOf(d) == AtBarrier &&
 		now.Before(l.deadline(d)) {
 		l.learnt.add(now.Sub(d.since))
 	}

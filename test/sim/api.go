@@ -43,6 +43,8 @@ type pod struct {
 	sick time.Duration
 	// readyAt is when it became ready, lostAt when it was not any more, each the last time.
 	readyAt, lostAt time.Duration
+	// restartedAt is when its container was started again, if it has no readiness probe.
+	restartedAt time.Duration
 	// host is the node agent of its node, if it has a barrier; passed is why its hooks were
 	// answered. run counts how often the kubelet has run them.
 	host   *agent
@@ -139,12 +141,13 @@ type watcher struct {
 // podView is a pod as it was at one time.
 type podView struct {
 	ready, terminating, gone, target, failed bool
-	readyAt, lostAt, committed               time.Duration
+	readyAt, restartedAt, lostAt, committed  time.Duration
 	mode                                     string
 }
 
 func (p *pod) view() podView {
-	return podView{p.ready, p.terminating, p.gone, p.target, p.failed, p.readyAt, p.lostAt, p.committed, p.mode}
+	return podView{p.ready, p.terminating, p.gone, p.target, p.failed, p.readyAt, p.restartedAt, p.lostAt, p.committed,
+		p.mode}
 }
 
 // setReady is what the kubelet says of a pod.

@@ -65,6 +65,10 @@ func (p *pod) object(v podView) *corev1.Pod {
 	if slices.Contains(p.services, 0) {
 		metav1.SetMetaDataLabel(&object.ObjectMeta, "budget", "true")
 	}
+	if v.restartedAt > 0 {
+		object.Status.ContainerStatuses = []corev1.ContainerStatus{{State: corev1.ContainerState{
+			Running: &corev1.ContainerStateRunning{StartedAt: stamp(v.restartedAt, p.ahead(v.restartedAt))}}}}
+	}
 	if v.mode != "" {
 		metav1.SetMetaDataLabel(&object.ObjectMeta, keys.Mode, v.mode)
 	}

@@ -603,7 +603,7 @@ func (c *coord) noteAdopted(claim drain.Claim) {
 	}
 	// no client has asked for it here: it lasts for up to 45 s more than at the others
 	c.asking(uid, targets, place).askedAt = -agreed
-	delete(c.restarted, uid)
+	c.isDeleted(uid)
 	if _, ok := c.begun[uid]; !ok {
 		c.begins(uid)
 		c.w.measure("drains that were adopted")

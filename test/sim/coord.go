@@ -61,6 +61,8 @@ type coord struct {
 	// known.
 	took time.Duration
 	let  map[drain.UID]map[*agent]bool
+	// sent are the pods that a node was seen to send to.
+	sent map[drain.UID]bool
 	// rested is what took was when a barrier was opened.
 	rested map[drain.UID]time.Duration
 	// watching are the Services in which a deletion is measured that does not wait.
@@ -170,6 +172,7 @@ func (c *coord) start() {
 	c.bars, c.watched = nil, map[drain.AgentID]map[drain.UID]uint64{}
 	c.restarted = map[drain.UID]time.Duration{}
 	c.took, c.let, c.rested = 0, map[drain.UID]map[*agent]bool{}, map[drain.UID]time.Duration{}
+	c.sent = map[drain.UID]bool{}
 	c.watching = map[drain.UID][]drain.Service{}
 	c.heard, c.lost = map[drain.AgentID]map[drain.UID]said{}, map[drain.AgentID]time.Duration{}
 	c.numbers = map[drain.UID]uint64{}
@@ -341,7 +344,7 @@ func (c *coord) podSeen(p *pod, v podView) {
 	case v.terminating:
 		c.gone(p.uid, c.core.GatePassed)
 	case v.ready:
-		c.back(p.uid, v.readyAt)
+		c.back(p, v)
 	}
 }
 
@@ -434,7 +437,7 @@ func service(i int) drain.Service {
 // opened records that a drain was asked for.
 func (c *coord) opened(request coordinator.Request, s drain.Status, background bool) {
 	uid := request.Pod.UID
-	delete(c.restarted, uid)
+	c.isDeleted(uid)
 	if c.w.api.find(uid).observed() {
 		c.w.fail(checkMode, "%s drains %s, whose mode is observe", c.name, uid)
 	}
@@ -448,6 +451,15 @@ func (c *coord) opened(request coordinator.Request, s drain.Status, background b
 	}
 	c.checkClock(s, request.Place.Elapsed)
 	c.settle()
+}
+
+// isDeleted records that a deletion asks for a drain: that of a restart has another clock.
+func (c *coord) isDeleted(uid drain.UID) {
+	if c.restarted[uid] > 0 {
+		c.begun[uid] = c.w.at
+		delete(c.oldest, uid)
+	}
+	delete(c.restarted, uid)
 }
 
 // begins records that a drain was opened.

@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/podfacts"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
@@ -54,7 +55,12 @@ func (a *api) halt(p *pod, why string, forGood bool) {
 	a.log("the container of %s has stopped: %s", p.uid, why)
 	w.measure("containers that were stopped though their pods stayed: " + why)
 	a.interrupt(p)
-	w.after(nil, w.between(time.Millisecond, 50*time.Millisecond), func() { a.setReady(p, false) })
+	unprobed := !forGood && p.addr.Addr().As4()[3]%4 == 0 // without a readiness probe it stays ready
+	w.after(nil, w.between(time.Millisecond, 50*time.Millisecond), func() {
+		if !unprobed {
+			a.setReady(p, false)
+		}
+	})
 	if forGood {
 		w.after(nil, w.between(time.Second, 20*time.Second), func() {
 			if !p.terminating {
@@ -69,10 +75,16 @@ func (a *api) halt(p *pod, why string, forGood bool) {
 		}
 		p.halted, p.stopped = "", false
 		a.log("the container of %s runs again", p.uid)
+		started := w.at
 		w.after(nil, w.between(60*time.Millisecond, 2*time.Second), func() {
-			if !p.terminating && p.halted == "" {
-				a.setReady(p, true)
+			if p.terminating || p.halted != "" {
+				return
 			}
+			if unprobed {
+				p.restartedAt = started
+				a.podChanged(p)
+			}
+			a.setReady(p, true)
 		})
 	})
 }
@@ -186,10 +198,9 @@ func (c *coord) restarts(x *barred) {
 
 // back learns that a pod has become ready, so that it is routed again if it was excluded for a
 // restart before.
-func (c *coord) back(uid drain.UID, at time.Duration) {
-	stopped := c.restarted[uid]
-	ahead := c.w.api.find(uid).ahead
-	ready := epoch.Add(at + ahead(at)).Truncate(time.Second) // as metav1.Time
+func (c *coord) back(p *pod, v podView) {
+	uid, stopped := p.uid, c.restarted[p.uid]
+	ready, _ := podfacts.BackSince(p.object(v))
 	if c.core.Ready(c.now(), uid, ready) {
 		c.log("%s is ready again", uid)
 		c.w.measure("pods that were routed again because they were ready again")
@@ -197,7 +208,7 @@ func (c *coord) back(uid drain.UID, at time.Duration) {
 		c.settle()
 		return
 	}
-	if stopped > 0 && at > stopped && ready.After(epoch.Add(stopped+ahead(stopped))) {
+	if stopped > 0 && max(v.readyAt, v.restartedAt) > stopped && ready.After(epoch.Add(stopped+p.ahead(stopped))) {
 		c.w.fail(checkBack,
 			"%s does not let %s be routed again, which has become ready after its container was stopped", c.name, uid)
 	}
