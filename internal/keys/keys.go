@@ -41,7 +41,7 @@ func IsMode(value string) bool { return slices.Contains([]string{Enforce, Observ
 
 const (
 	// BarrierID is the annotation by which the hook names its pod. At its creation a pod has no UID
-	// and, with generateName, no name, so the id is random.
+	// and, with generateName, no name, so the id is its namespace, a dot and a random text.
 	BarrierID = "lameduck.io/barrier-id"
 	// BarrierBound is the annotation with the longest wait of the hook, a duration. The grace
 	// period was extended by it. On a namespace or a Service it sets the bound of pods that are

@@ -73,7 +73,7 @@ func (m *Mutator) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	pod, place, barrier := q.Object, m.place(r.Context(), q.Namespace), m.Barrier
 	barrier.Bound = m.bound(r.Context(), pod, place)
-	result := mutate(pod, place, rand.Text(), barrier)
+	result := mutate(pod, place, q.Namespace+"."+rand.Text(), barrier)
 	m.Metrics.mutations.WithLabelValues(string(result.coverage)).Inc()
 	name := cmp.Or(pod.Name, pod.GenerateName+"*")
 	warnings := result.warnings()

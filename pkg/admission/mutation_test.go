@@ -78,8 +78,8 @@ func TestMutator(t *testing.T) {
 		for _, o := range patch {
 			if o.Path == "/metadata/annotations" {
 				id, _ := o.Value.(map[string]any)[keys.BarrierID].(string)
-				if len(id) != 26 || ids[id] {
-					t.Errorf("id %q, want 26 new characters", id)
+				if text, of := strings.CutPrefix(id, "shop."); !of || len(text) != 26 || ids[id] {
+					t.Errorf("id %q, want the namespace, a dot and 26 new characters", id)
 				}
 				ids[id] = true
 			}

@@ -47,7 +47,7 @@ const (
 	restartTimeout = 2 * time.Second
 	liveTimeout    = time.Second
 	// maxID is the longest id that is looked up.
-	maxID = 64
+	maxID = 128
 	// HeaderTime bounds the arrival of a hook's request, and the write of its answer.
 	HeaderTime = 5 * time.Second
 )

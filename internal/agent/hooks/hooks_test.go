@@ -480,7 +480,7 @@ func TestHooksEnd(t *testing.T) {
 		"no such pod": {id: "id-b", code: 404, prefix: "Unknown", counts: outUnknown, least: 2 * time.Second,
 			most: 2 * time.Second},
 		"an id that is too long": {
-			id: strings.Repeat("x", 65), code: 404, prefix: "Unknown", counts: outUnknown,
+			id: strings.Repeat("x", maxID+1), code: 404, prefix: "Unknown", counts: outUnknown,
 		},
 		"the watch is late for the deletion": {
 			before: func(n *testNode) {

@@ -11,6 +11,7 @@ import (
 	"net/netip"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -61,7 +62,9 @@ func Read(p *corev1.Pod) (n Pod, ok bool) {
 		Pod: drain.Pod{Namespace: p.Namespace, Name: p.Name, UID: drain.UID(p.UID)},
 		ID:  p.Annotations[keys.BarrierID], Bound: keys.DefaultBound,
 	}
-	if n.ID == "" {
+	// Who can read a pod can copy its id, into another namespace too. An id without a dot names no
+	// namespace.
+	if of, _, names := strings.Cut(n.ID, "."); n.ID == "" || names && of != p.Namespace {
 		return n, false
 	}
 	if d, err := time.ParseDuration(p.Annotations[keys.BarrierBound]); err == nil && d >= 0 {
