@@ -46,18 +46,6 @@ func (h *Heard) Record(s *discovery.EndpointSlice, gone bool) {
 	h.slices[name] = s
 }
 
-// any reports whether the watch has a slice of namespace.
-func (h *Heard) any(namespace string) bool {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	for name := range h.slices {
-		if name.Namespace == namespace {
-			return true
-		}
-	}
-	return false
-}
-
 // Missing names a slice of namespace for which the watch is behind list. It returns "" if the watch
 // has delivered everything in list, in that version or a newer one, and has no slice that is not in
 // list unless that is newer than list.
@@ -100,15 +88,15 @@ func (h *Heard) Missing(namespace string, list *discovery.EndpointSliceList) (st
 // bookmark comes once a minute, and a reflector does not report that it opens its watch again. So
 // Fresh gets an up-to-date list from the API server, not one from a cache of unknown age, and waits
 // until the watch has delivered each slice of it, or a newer version. If a slice is deleted during
-// that, Fresh fails by its deadline, and the next call succeeds. A namespace that the agent may not
-// list does not count if no slice of it is known, for example because the namespace was deleted.
+// that, Fresh fails by its deadline, and the next call succeeds. A namespace of which the agent was
+// never allowed to list anything does not count.
 func (r *Endpoints) Fresh(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, FreshTimeout)
 	defer cancel()
-	for namespace := range r.watches {
+	for namespace, w := range r.watches {
 		list, err := r.kube.DiscoveryV1().EndpointSlices(namespace).List(ctx, metav1.ListOptions{})
-		if apierrors.IsForbidden(err) && !r.heard.any(namespace) {
-			continue
+		if apierrors.IsForbidden(err) && !w.HasSynced() {
+			continue // nothing that is known of it can be old
 		}
 		if err != nil {
 			return fmt.Errorf("list EndpointSlices of namespace %s: %w", namespace, err)
