@@ -107,7 +107,7 @@ func (c *Call) Request() coordinator.Request { return c.request() }
 // Claim returns the question to the opener about the deletion.
 func (c *Call) Claim(now time.Time) wire.Claim {
 	claim := wire.Claim{Operation: string(c.q.operation), Pod: c.drainPod()}
-	if is := c.h.Cluster.Ledger.Pod(claim.Pod.UID); is.Draining {
+	if is := c.h.Cluster.Ledger.Pod(claim.Pod.UID); !is.Since.IsZero() {
 		claim.ElapsedMillis = now.Sub(is.Since).Milliseconds()
 	}
 	return claim

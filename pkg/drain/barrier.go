@@ -80,8 +80,7 @@ type barrier struct {
 	targets []netip.AddrPort
 	stated  time.Duration
 	// observe and listed are as in Barrier. inFlight: an agent has reported connections in flight.
-	// sent: one has seen its node send to the pod.
-	observe, listed, inFlight, sent bool
+	observe, listed, inFlight bool
 	// sample has the agents that are asked, nil if all are. rest is how long the barrier waits for
 	// the nodes outside of it.
 	rest   time.Duration
@@ -466,11 +465,10 @@ func (h *durations) percentile(share float64) time.Duration {
 }
 
 // learn records how long the gateway of a took to stop routing, if r is its first report of that,
-// after had. Nodes that never had rules for the pod take no time, which says nothing of others, so
-// nothing is learned before one was seen to send.
+// after had. A node that was not seen to send may never have had rules for the pod. That it takes no
+// time says nothing of others.
 func (l *Ledger) learn(now time.Time, a *agent, d *drain, had State, r Report) {
-	d.barrier.sent = d.barrier.sent || r.HasSent
-	if d.barrier.sent && r.State >= Removed && had < Removed && a.sampled() && a.gateOf(d) == AtBarrier &&
+	if r.HasSent && r.State >= Removed && had < Removed && a.sampled() && a.gateOf(d) == AtBarrier &&
 		now.Before(l.deadline(d)) {
 		l.learnt.add(now.Sub(d.since))
 	}

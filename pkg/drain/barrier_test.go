@@ -711,6 +711,9 @@ func TestADeletionDuringARestart(t *testing.T) {
 	targets := []Targets{{Service: web, Usable: []UID{p.UID, "other"}}}
 	w.Ask(w.now, p, targets, Place{Restart: true})
 	w.pass(w.times.Deadline + time.Second)
+	if is := w.Pod(p.UID); !is.Draining || !is.Since.IsZero() {
+		t.Errorf("other replicas are told that a deletion began: %+v", is)
+	}
 	s := w.Ask(w.now, p, targets, Place{})
 	if left := s.Deadline.Sub(w.now); s.Phase != Unrouting || left != w.times.Deadline {
 		t.Errorf("%s %s, with %s left", s.Phase, s.Reason, left)

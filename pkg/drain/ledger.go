@@ -176,7 +176,7 @@ func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Sta
 	switch {
 	case !place.Restart:
 		if d.open && !d.stopped.IsZero() { // a deletion has its own clock
-			d.since, d.begun, d.expired = now, now, false
+			d.since, d.begun, d.expired = now.Add(-d.spent), now, false
 			l.touch(d)
 		}
 		d.stopped = time.Time{}

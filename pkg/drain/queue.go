@@ -225,7 +225,8 @@ func byService(a, b Service) int {
 
 // Standing is what this replica knows of a pod.
 type Standing struct {
-	// Draining reports whether it has an open drain at the hold, since Since.
+	// Draining reports whether it has an open drain at the hold. Since is when that began, zero if
+	// it is for the restart of a container, whose age a deletion does not inherit.
 	Draining bool
 	Since    time.Time
 	// Queued reports whether that drain waits for capacity, so that the pod is still routed.
@@ -251,7 +252,10 @@ func (l *Ledger) Pod(uid UID) (s Standing) {
 	if d := of.drains[AtHold]; d != nil {
 		s.Refused = slices.Clone(d.allowedAlive)
 		if d.open {
-			s.Draining, s.Since, s.Queued = true, d.since, d.queued
+			s.Draining, s.Queued = true, d.queued
+			if d.stopped.IsZero() {
+				s.Since = d.since
+			}
 		}
 	}
 	return s

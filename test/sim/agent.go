@@ -63,7 +63,7 @@ type agent struct {
 	gw      *gw
 	links   []*link
 	// programming: the director runs. learned: every replica has answered a declaration. unlearned:
-	// it ran without, in this life or, if nothing was learned since, in a former one.
+	// it ran without, and what it has learned since may not be in its gateway yet.
 	programming, learned, unlearned bool
 
 	// declarations counts the changes of services.
@@ -149,7 +149,7 @@ func (a *agent) start() {
 	a.up, a.started, a.left = true, w.at, false
 	a.hooks, a.broken = nil, nil
 	a.dead, a.expiries, a.heard = map[drain.UID]bool{}, map[drain.UID]map[string]time.Time{}, &source.Heard{}
-	a.programming, a.learned, a.unlearned = false, false, a.unlearned && !a.learned
+	a.programming, a.learned, a.unlearned = false, false, a.unlearned
 	a.barred, a.withheld, a.synced = "", map[int]slice{}, false
 	a.stepping, a.poked, a.generation = false, false, ""
 	a.set = health.New(health.Options{})

@@ -737,8 +737,6 @@ func (c *coord) learn(a *agent, r drain.Report) {
 	if s.Phase == drain.PhaseUnknown || s.Phase == drain.Closed {
 		return
 	}
-	asked := c.watched[a.id][r.UID] == r.Number
-	c.sent[r.UID] = c.sent[r.UID] || asked && r.HasSent
 	if a.population != drain.Nodes || r.State < drain.Removed || c.let[r.UID][a] {
 		return
 	}
@@ -746,7 +744,7 @@ func (c *coord) learn(a *agent, r drain.Report) {
 		c.let[r.UID] = map[*agent]bool{}
 	}
 	c.let[r.UID][a] = true
-	if !c.sent[r.UID] || !asked || !c.now().Before(s.Deadline) {
+	if !r.HasSent || c.watched[a.id][r.UID] != r.Number || !c.now().Before(s.Deadline) {
 		return
 	}
 	c.took = max(c.took, c.now().Sub(s.Since))

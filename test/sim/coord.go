@@ -61,8 +61,6 @@ type coord struct {
 	// known.
 	took time.Duration
 	let  map[drain.UID]map[*agent]bool
-	// sent are the pods that a node was seen to send to.
-	sent map[drain.UID]bool
 	// rested is what took was when a barrier was opened.
 	rested map[drain.UID]time.Duration
 	// watching are the Services in which a deletion is measured that does not wait.
@@ -172,7 +170,6 @@ func (c *coord) start() {
 	c.bars, c.watched = nil, map[drain.AgentID]map[drain.UID]uint64{}
 	c.restarted = map[drain.UID]time.Duration{}
 	c.took, c.let, c.rested = 0, map[drain.UID]map[*agent]bool{}, map[drain.UID]time.Duration{}
-	c.sent = map[drain.UID]bool{}
 	c.watching = map[drain.UID][]drain.Service{}
 	c.heard, c.lost = map[drain.AgentID]map[drain.UID]said{}, map[drain.AgentID]time.Duration{}
 	c.numbers = map[drain.UID]uint64{}

@@ -289,6 +289,7 @@ func (a *agent) learn() {
 	if !a.learned {
 		a.learned = true
 		a.log("has learned which drains are open")
+		a.w.after(&a.proc, 10*time.Second, func() { a.unlearned = false }) // it has programmed since
 	}
 	a.program()
 }
