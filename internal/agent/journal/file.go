@@ -11,8 +11,11 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
@@ -50,8 +53,22 @@ type Stamp struct {
 	At   time.Duration `json:"at"`
 }
 
-// wall is the time by the wall clock, where no boot has a name.
-func wall() Stamp { return Stamp{At: time.Duration(time.Now().UnixNano())} }
+// boot is read once, so that a later failure does not make the file look like one of another boot.
+var boot = sync.OnceValues(func() (string, error) {
+	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	return strings.TrimSpace(string(id)), err
+})
+
+// stampNow counts from the boot, including the time in which the machine sleeps, as expiries do. If
+// that cannot be read, it is the time by the wall clock, where no boot has a name.
+func stampNow() Stamp {
+	id, err := boot()
+	var t unix.Timespec
+	if err != nil || unix.ClockGettime(unix.CLOCK_BOOTTIME, &t) != nil {
+		return Stamp{At: time.Duration(time.Now().UnixNano())}
+	}
+	return Stamp{Boot: id, At: time.Duration(t.Nano())}
+}
 
 // content is the file. Its times are relative to the moment at which it was written.
 type content struct {

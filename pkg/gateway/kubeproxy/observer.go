@@ -1,5 +1,3 @@
-//go:build linux
-
 package kubeproxy
 
 import (
@@ -83,6 +81,16 @@ type Options struct {
 	// another one the legacy iptables are not seen.
 	NetNS int
 }
+
+// Config makes the agent that of a node, which observes what kube-proxy wrote into the node's
+// kernel.
+type Config struct{}
+
+// Name implements gateway.Kind.
+func (*Config) Name() string { return "kube-proxy" }
+
+// Routes implements gateway.Kind: every Service.
+func (*Config) Routes() []gateway.Route { return nil }
 
 // Check implements gateway.Kind.
 func (*Config) Check() []error { return nil }

@@ -12,7 +12,13 @@ import (
 )
 
 // dialer opens the connections of probes, which are too short for TCP keep-alive.
-var dialer = net.Dialer{KeepAlive: -1}
+var dialer = net.Dialer{KeepAlive: -1, Control: func(_, _ string, c syscall.RawConn) error {
+	// Delay the acknowledgement of SYN+ACK until the request or, in a TCP check, the RST. If that
+	// fails, the probe takes one more packet.
+	return c.Control(func(fd uintptr) {
+		_ = syscall.SetsockoptInt(int(fd), syscall.IPPROTO_TCP, syscall.TCP_QUICKACK, 0)
+	})
+}}
 
 // dial opens a connection that sends an RST when it is closed.
 func dial(ctx context.Context, addr netip.AddrPort) (*net.TCPConn, error) {

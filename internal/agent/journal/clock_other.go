@@ -1,5 +1,0 @@
-//go:build !linux
-
-package journal
-
-func stampNow() Stamp { return wall() }
