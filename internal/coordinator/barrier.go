@@ -179,8 +179,6 @@ type Bar struct {
 	stopped time.Time // by the clock of the pod's node
 	// Restart: the pod stays, and only its container is stopped.
 	Restart bool
-	// seesQuiet: the agent waits for [PodContext.AtMost].
-	seesQuiet bool
 	// Look: the pod must be read live before the first turn, see [Bar.Read]. stranger: the pod is
 	// not known here, less than strangerTime after its deletion.
 	Look, stranger bool
@@ -232,7 +230,7 @@ func (c *Core) Bar(now time.Time, who Identity, asked wire.BarrierRequest, s Pod
 		asked.Targets = s.Addresses
 	}
 	return &Bar{core: c, context: s, until: now.Add(min(bound, RestartTimeout)), Restart: !asked.Terminating,
-		stopped: asked.Since, Look: asked.Terminating && !s.Terminating, seesQuiet: asked.SeesQuiet,
+		stopped: asked.Since, Look: asked.Terminating && !s.Terminating,
 		stranger: !s.Known && elapsed < strangerTime,
 		of: drain.Barrier{Pod: asked.Pod, By: who.Agent, Targets: asked.Targets, Since: now.Add(-elapsed),
 			Bound: bound},
@@ -272,11 +270,7 @@ func (b *Bar) Turn(now time.Time) {
 		b.Over = true
 		return
 	case !b.Restart:
-		s := b.context
-		if !b.seesQuiet {
-			s.Stated = max(s.Stated, s.AtMost.Wait)
-		}
-		b.Status = b.core.openBarrier(now, b.of, s)
+		b.Status = b.core.openBarrier(now, b.of, b.context)
 		b.Wake = wakeAt(b.Status, now.Add(lookAround))
 	case first:
 		b.Status = b.core.ask(now, b.of.Pod, b.context.Targets, drain.Place{Restart: true, Stopped: b.stopped})
@@ -327,12 +321,11 @@ func (b *Bar) Context(s PodContext) {
 // Answer returns the answer to the agent.
 func (b *Bar) Answer() wire.BarrierStatus {
 	s := b.Status
-	answer := wire.BarrierStatus{Reason: s.Reason.String(), Waiting: names(s.Waiting),
-		Cut: s.Cut}
+	answer := wire.BarrierStatus{Reason: s.Reason.String(), Waiting: names(s.Waiting), Cut: s.Cut}
 	if !b.Restart {
 		answer.IdleBoundMillis = b.context.IdleBound.Milliseconds()
 	}
-	if !b.Restart && b.seesQuiet && s.Reason != drain.PodDeleted && s.Reason != drain.NotEnforced {
+	if !b.Restart && s.Reason != drain.PodDeleted && s.Reason != drain.NotEnforced {
 		most := b.context.AtMost
 		answer.AtMostMillis, answer.QuietMillis = most.Wait.Milliseconds(), most.Quiet.Milliseconds()
 	}

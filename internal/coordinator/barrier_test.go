@@ -287,8 +287,7 @@ func TestAHookOfAPodThatAGatewayWithoutAgentRoutes(t *testing.T) {
 	})
 }
 
-// An agent that can wait for a stated wait of at most so long is told to; for an older one the
-// coordinator waits the whole time.
+// The agent is told to wait for a stated wait of at most so long.
 func TestAHookWithAStatedWaitThatMayEndEarly(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
@@ -297,23 +296,15 @@ func TestAHookWithAStatedWaitThatMayEndEarly(t *testing.T) {
 		near.AtMost = drain.StatedWait{Wait: 20 * time.Second, Quiet: 10 * time.Second}
 		n.replica("replica-0", "a", with(near))
 		one := n.nodeAgent("node-1", "replica-0")
-		for _, sees := range []bool{true, false} {
-			p := pod(fmt.Sprint(sees))
-			hook := one.hook(p, func(b *wire.BarrierRequest) { b.SeesQuiet = sees })
-			one.see(t, p, drain.Idle, true)
-			for range 40 {
-				one.Wake() // a report is older than the wait
-				time.Sleep(500 * time.Millisecond)
-			}
-			got := <-hook
-			want := passing{took: 20 * time.Second}
-			if sees {
-				want = passing{took: 2 * time.Second, BarrierStatus: wire.BarrierStatus{AtMostMillis: 20_000,
-					QuietMillis: 10_000}}
-			}
-			if got.took != want.took || got.AtMostMillis != want.AtMostMillis || got.QuietMillis != want.QuietMillis {
-				t.Errorf("an agent that can wait: %t: %+v", sees, got)
-			}
+		p := pod("a")
+		hook := one.hook(p)
+		one.see(t, p, drain.Idle, true)
+		for range 40 {
+			one.Wake() // a report is older than the wait
+			time.Sleep(500 * time.Millisecond)
+		}
+		if got := <-hook; got.took != 2*time.Second || got.AtMostMillis != 20_000 || got.QuietMillis != 10_000 {
+			t.Errorf("%+v", got)
 		}
 	})
 }
@@ -766,7 +757,7 @@ func TestAHookDoesNotWaitWhereNothingDoes(t *testing.T) {
 			one := n.nodeAgent("node-1", "replica-0")
 			edge := n.agent("edge", []drain.Service{web}, "replica-0")
 			p := pod("a")
-			hook := one.hook(p, func(b *wire.BarrierRequest) { b.Terminating, b.SeesQuiet = terminating, true })
+			hook := one.hook(p, func(b *wire.BarrierRequest) { b.Terminating = terminating })
 			passed(t, hook, "NotEnforced after 0s")
 			if edge.exclusions.holders(p) != "" {
 				t.Error("who directs is told")

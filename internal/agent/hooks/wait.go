@@ -130,7 +130,7 @@ func (w *Wait) Look(now time.Time, is gateway.Reading) {
 		w.Ask = &wire.BarrierRequest{
 			Pod: w.pod.Pod, Targets: w.pod.Targets, Since: w.pod.Since, Terminating: true,
 			BoundMillis:   max(0, w.pod.Deadline().Sub(w.pod.Seen)-answerMargin).Milliseconds(),
-			ElapsedMillis: now.Sub(w.pod.Seen).Milliseconds(), SeesQuiet: true,
+			ElapsedMillis: now.Sub(w.pod.Seen).Milliseconds(),
 		}
 	}
 	// The answer of a coordinator wakes the caller. A count does so only if it changes the state.

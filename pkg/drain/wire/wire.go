@@ -308,9 +308,6 @@ type BarrierRequest struct {
 	// Terminating: the pod has a deletionTimestamp. Otherwise only a container, or the node, is
 	// being stopped: directed gateways exclude the pod until it is ready again.
 	Terminating bool `json:"terminating"`
-	// SeesQuiet: the agent supports AtMostMillis. For an agent that does not, the coordinator
-	// waits.
-	SeesQuiet bool `json:"seesQuiet,omitempty"`
 }
 
 // BarrierStatus answers a BarrierRequest.

@@ -264,7 +264,7 @@ func FuzzMessages(f *testing.F) {
 		&BarrierRequest{Session: 7, Pod: drain.Pod{Namespace: "shop", Name: "web-1", UID: "4d1c"},
 			Targets: []netip.AddrPort{netip.MustParseAddrPort("10.0.0.1:80"),
 				netip.MustParseAddrPort("[2001:db8::1%eth0]:443"), {}},
-			Since: since, BoundMillis: 30000, ElapsedMillis: 100, Terminating: true, SeesQuiet: true},
+			Since: since, BoundMillis: 30000, ElapsedMillis: 100, Terminating: true},
 		&BarrierStatus{Terminating: true, GraceMillis: 25000, Reason: "Deadline",
 			Waiting: []string{"shop/gateway-1 (routing)"}, Cut: true, IdleBoundMillis: 1000, AtMostMillis: 2000,
 			QuietMillis: 10000},
