@@ -538,16 +538,16 @@ type stream struct {
 // stream serves one agent until the agent disconnects, a newer stream of the agent replaces this
 // one, or the coordinator stops. Everything since the last write goes out in one write.
 func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identity) (any, error) {
-	offer, protocol, err := checkStream(r)
+	offer, err := checkStream(r)
 	if err != nil {
 		return nil, err
 	}
-	s, err := c.connect(r, who, offer, protocol)
+	s, err := c.connect(r, who, offer)
 	if err != nil {
 		return nil, err
 	}
 	c.Log.Info("agent connected", "agent", who.Name, "id", who.Agent, "session", s.Number, "address", r.RemoteAddr,
-		"protocol", protocol, "features", offer.Features, "boot", offer.Boot)
+		"protocol", wire.Protocol, "features", offer.Features, "boot", offer.Boot)
 	defer c.disconnect(s)
 	closeConn, err := c.open(s, w, r)
 	if err != nil {
@@ -558,24 +558,20 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 	return nil, errWritten
 }
 
-// checkStream returns what the agent offers and the protocol to use, or a refusal.
-func checkStream(r *http.Request) (wire.Offer, int, error) {
+// checkStream returns what the agent offers, or a refusal.
+func checkStream(r *http.Request) (wire.Offer, error) {
 	offer, err := wire.ParseOffer(r.URL.Query())
 	if err != nil {
-		return offer, 0, serve.Refuse(http.StatusBadRequest, "%v", err)
-	}
-	protocol, err := wire.Choose(offer.Protocols)
-	if err != nil {
-		return offer, 0, serve.Refuse(http.StatusBadRequest, "%v", err)
+		return offer, serve.Refuse(http.StatusBadRequest, "%v", err)
 	}
 	if r.ContentLength != 0 {
-		return offer, 0, serve.Refuse(http.StatusBadRequest, "body: a stream is opened without")
+		return offer, serve.Refuse(http.StatusBadRequest, "body: a stream is opened without")
 	}
 	if !strings.EqualFold(r.Header.Get("Upgrade"), wire.Upgrade) {
-		return offer, 0, serve.Refuse(http.StatusUpgradeRequired,
+		return offer, serve.Refuse(http.StatusUpgradeRequired,
 			"a stream is opened as a request to upgrade to "+wire.Upgrade)
 	}
-	return offer, protocol, nil
+	return offer, nil
 }
 
 // open hijacks the connection of s, to write the stream without HTTP around it, and starts to read
@@ -653,15 +649,15 @@ func (c *Coordinator) feed(s *stream) {
 }
 
 // connect begins an agent's stream, and ends its former one.
-func (c *Coordinator) connect(r *http.Request, who Identity, offer wire.Offer, protocol int) (*stream, error) {
+func (c *Coordinator) connect(r *http.Request, who Identity, offer wire.Offer) (*stream, error) {
 	c.mu.Lock()
 	defer c.unlock()
 	now, s := time.Now(), &stream{woken: signal.New()}
 	var err error
-	if s.Session, err = c.core.Connect(now, who, offer, protocol, s.woken.Raise); err != nil {
+	if s.Session, err = c.core.Connect(now, who, offer, s.woken.Raise); err != nil {
 		return nil, err
 	}
-	c.seen.connected(now, who.Agent, protocol, offer, r.RemoteAddr)
+	c.seen.connected(now, who.Agent, offer, r.RemoteAddr)
 	c.connected()
 	return s, nil
 }

@@ -36,7 +36,7 @@ func newBench() *bench {
 		MaxHolds: 32, Pods: &lives{}, Authenticate: tokens{}, Log: quiet(),
 		Metrics: NewMetrics(prometheus.NewRegistry()), Able: able,
 	})}
-	s, _ := b.core.Connect(time.Now(), Identity{Agent: "one", Everywhere: true}, wire.Offer{}, wire.Protocol, func() {})
+	s, _ := b.core.Connect(time.Now(), Identity{Agent: "one", Everywhere: true}, wire.Offer{}, func() {})
 	b.session = s.Number
 	return b
 }
@@ -377,7 +377,7 @@ func TestRoutesInNamespacesWithoutRightAreRefused(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			b := newBench()
 			if _, err := b.core.Connect(time.Now(), Identity{Agent: "local one", Everywhere: true}, wire.Offer{},
-				wire.Protocol, func() {}); err != nil {
+				func() {}); err != nil {
 				t.Fatal(err)
 			}
 			code, said := b.ask(http.MethodPost, wire.DeclarationsPath, "Bearer agent local one",

@@ -454,8 +454,6 @@ func (c *Core) dropTurns(now time.Time) {
 type Session struct {
 	Who    Identity
 	Number uint64
-	// Protocol is the version that was chosen.
-	Protocol int
 	// Wake is called when [Core.Feed] may have something to write, or the stream is over. It must
 	// not block.
 	Wake func()
@@ -468,14 +466,14 @@ type Session struct {
 }
 
 // Connect begins an agent's stream, and ends its former one.
-func (c *Core) Connect(now time.Time, who Identity, offer wire.Offer, protocol int, wake func()) (*Session, error) {
+func (c *Core) Connect(now time.Time, who Identity, offer wire.Offer, wake func()) (*Session, error) {
 	if c.stopped {
 		return nil, serve.Refuse(http.StatusServiceUnavailable, "%v", ErrStopping)
 	}
 	if _, deleted := c.deleted[drain.UID(who.Agent)]; deleted {
 		return nil, serve.Refuse(http.StatusUnauthorized, podDeleted)
 	}
-	s := &Session{Who: who, Protocol: protocol, Wake: wake, Number: c.Ledger.Connect(now, who.Agent,
+	s := &Session{Who: who, Wake: wake, Number: c.Ledger.Connect(now, who.Agent,
 		drain.Hello{Boot: offer.Boot, Observes: slices.Contains(offer.Features, wire.FeatureBarrier)})}
 	if !who.Everywhere && !c.Ledger.Agent(who.Agent).Declared {
 		// An agent that has not declared may route everything, so every deletion waits for it. Only
@@ -641,7 +639,7 @@ func (c *Core) written(revision uint64, open []drain.Open, released []drain.Rele
 func (c *Core) Append(lines []byte, now time.Time, s *Session, n News) []byte {
 	if n.First {
 		lines = c.Say(lines, now, wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{
-			Protocol: s.Protocol, Features: wire.Features(), Holder: c.self, Session: s.Number,
+			Protocol: wire.Protocol, Features: wire.Features(), Holder: c.self, Session: s.Number,
 			AwayMillis: c.times.Away.Milliseconds(), ExpiryMillis: c.times.Expiry.Milliseconds(),
 			RenewalMillis: c.times.Renewal.Milliseconds(),
 		}})

@@ -33,7 +33,7 @@ func newSteps(t *testing.T) *steps {
 // connect opens a stream; the agent reads all of it.
 func (s *steps) connect() {
 	var err error
-	if s.stream, err = s.core.Connect(time.Now(), Identity{Agent: "edge", Everywhere: true}, wire.Offer{}, 1, func() {
+	if s.stream, err = s.core.Connect(time.Now(), Identity{Agent: "edge", Everywhere: true}, wire.Offer{}, func() {
 	}); err != nil {
 		s.Fatal(err)
 	}
@@ -146,7 +146,7 @@ func TestWhatAFormerStreamWasToldIsNotToldOnTheNewOne(t *testing.T) {
 			s.ask(pod(fmt.Sprint("x", i)), web)
 		}
 		var err error
-		if s.stream, err = s.core.Connect(time.Now(), Identity{Agent: "edge", Everywhere: true}, wire.Offer{}, 1,
+		if s.stream, err = s.core.Connect(time.Now(), Identity{Agent: "edge", Everywhere: true}, wire.Offer{},
 			func() {}); err != nil {
 			t.Fatal(err)
 		}

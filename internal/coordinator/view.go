@@ -49,7 +49,6 @@ type introduced struct {
 	gateway, mode, address string
 	// build is the version of its program.
 	build     string
-	protocol  int
 	features  []string
 	connected time.Time
 	// posted is when the agent's last report arrived. age is how old the report was then.
@@ -126,10 +125,10 @@ func (h *history) introduce(id drain.AgentID) *introduced {
 }
 
 // connected records a new stream.
-func (h *history) connected(now time.Time, id drain.AgentID, protocol int, offer wire.Offer, address string) {
+func (h *history) connected(now time.Time, id drain.AgentID, offer wire.Offer, address string) {
 	was := h.introduce(id)
-	was.protocol, was.features, was.address, was.connected, was.build = protocol,
-		offer.Features[:min(len(offer.Features), featuresShown)], address, now, offer.Build
+	was.features = offer.Features[:min(len(offer.Features), featuresShown)]
+	was.address, was.connected, was.build = address, now, offer.Build
 }
 
 // declared records the kind and the mode of an agent's gateway.
@@ -380,13 +379,15 @@ func (c *Coordinator) agent(k drain.AgentInfo) api.Agent {
 		a.State = api.AgentGone
 	}
 	i := c.seen.introduced[k.ID]
-	if i == nil {
+	if i != nil {
+		a.Protocol = wire.Protocol
+	} else {
 		i = &introduced{}
 	}
 	if k.Connected {
 		a.Since = i.connected
 	}
-	a.Gateway, a.GatewayMode, a.Address, a.Protocol, a.Version = i.gateway, i.mode, i.address, i.protocol, i.build
+	a.Gateway, a.GatewayMode, a.Address, a.Version = i.gateway, i.mode, i.address, i.build
 	a.Features = append(a.Features, i.features...)
 	a.Reported, a.ReportAgeSeconds = i.posted, i.age.Seconds()
 	a.RemovedSeconds, a.IdleSeconds = i.removed.Seconds(), i.idle.Seconds()

@@ -54,7 +54,7 @@ func withAgents(n int) (c *Coordinator, ids []drain.AgentID, sessions []uint64, 
 		id := drain.AgentID(fmt.Sprint("agent-", i))
 		session := c.core.Ledger.Connect(now, id, drain.Hello{})
 		c.core.Ledger.Declare(id, session, "", routesOf(web))
-		c.seen.connected(now, id, 1, wire.Offer{}, "")
+		c.seen.connected(now, id, wire.Offer{}, "")
 		ids, sessions = append(ids, id), append(sessions, session)
 	}
 	p = pod("a")

@@ -479,7 +479,7 @@ func (c *coord) connect(l *link, k *conn, boot string) {
 	s := &stream{conn: k, link: l, began: w.at}
 	var err error
 	who := coordinator.Identity{Agent: a.id, Name: a.name, Everywhere: a.right == ""}
-	if s.Session, err = c.core.Connect(c.now(), who, offer, wire.Protocol, func() { c.wakeStream(s) }); err != nil {
+	if s.Session, err = c.core.Connect(c.now(), who, offer, func() { c.wakeStream(s) }); err != nil {
 		w.cut(&c.proc, &a.proc, k, 1, false, func() { l.lost(k) })
 		return
 	}

@@ -488,7 +488,7 @@ func TestWhatIsNotDeclaredYetIsNotReadmitted(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			e := &exclusions{of: map[drain.UID]map[string]bool{"a": {"r/e": true}}}
-			hello := wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{Protocol: wire.Spoken()[0],
+			hello := wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{Protocol: wire.Protocol,
 				Holder: drain.Holder{Replica: "r", Epoch: "e"}, AwayMillis: 1, ExpiryMillis: 1, RenewalMillis: 1}}
 			s, err := NewSession(hello, "boot", e, nil)
 			if err != nil {

@@ -54,8 +54,8 @@ func NewSession(first wire.Message, boot string, e Exclusions, w Watches) (*Sess
 	if e == nil {
 		e = nothing{}
 	}
-	if first.Type != wire.TypeHello || first.Hello == nil || !slices.Contains(wire.Spoken(), first.Hello.Protocol) {
-		return nil, fmt.Errorf("first message is not a hello of protocol %s: %+v", wire.Spoken(), first)
+	if first.Type != wire.TypeHello || first.Hello == nil || first.Hello.Protocol != wire.Protocol {
+		return nil, fmt.Errorf("first message is not a hello of protocol %d: %+v", wire.Protocol, first)
 	}
 	hello := *first.Hello
 	if hello.AwayMillis <= 0 || hello.ExpiryMillis <= 0 || hello.RenewalMillis <= 0 {

@@ -15,11 +15,11 @@
 // is refused with 409, and the agent opens a new stream.
 //
 // Compatibility: fields are added, never repurposed. Unknown fields are ignored, unknown types of
-// messages are skipped, unknown values of enumerations are refused by name. Each side speaks its
-// newest version and the one before ([Spoken]). The agent names both in the query of the stream.
-// The coordinator chooses the newest version that both sides speak ([Choose]), and names it in
-// Hello. Smaller additions are features. Each side names its features, the agent in the query and
-// the coordinator in Hello, and uses only those that the other side has named.
+// messages are skipped, unknown values of enumerations are refused by name. The agent names every
+// version that it speaks in the query of the stream. The coordinator chooses the newest version
+// that both sides speak, and names it in Hello. So far there is one. Smaller additions are
+// features. Each side names its features, the agent in the query and the coordinator in Hello, and
+// uses only those that the other side has named.
 package wire
 
 import (
@@ -34,7 +34,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// Protocol is the newest version that this code speaks.
+// Protocol is the version that this code speaks.
 const Protocol = 1
 
 // FeatureLeave: the coordinator accepts Leave, so the agent may send it.
@@ -70,9 +70,7 @@ const (
 
 // Offer is how an agent introduces itself when it opens a stream.
 type Offer struct {
-	// Protocols are the versions that it speaks.
-	Protocols []string
-	Features  []string
+	Features []string
 	// Boot names the life of its process. Empty: unknown.
 	Boot string
 	// Build is the version of its program, for operators. Empty: unknown.
@@ -80,13 +78,7 @@ type Offer struct {
 }
 
 // NewOffer returns the offer of this version of the code.
-func NewOffer(boot string) Offer {
-	o := Offer{Features: Features(), Boot: boot}
-	for _, version := range Spoken() {
-		o.Protocols = append(o.Protocols, strconv.Itoa(version))
-	}
-	return o
-}
+func NewOffer(boot string) Offer { return Offer{Features: Features(), Boot: boot} }
 
 // Without returns the offer without a feature.
 func (o Offer) Without(feature string) Offer {
@@ -96,7 +88,7 @@ func (o Offer) Without(feature string) Offer {
 
 // Query writes the offer as the query of [StreamPath].
 func (o Offer) Query() string {
-	q := url.Values{queryProtocol: o.Protocols, queryFeature: o.Features}
+	q := url.Values{queryProtocol: {strconv.Itoa(Protocol)}, queryFeature: o.Features}
 	if o.Boot != "" {
 		q.Set(queryBoot, o.Boot)
 	}
@@ -107,9 +99,11 @@ func (o Offer) Query() string {
 }
 
 // ParseOffer reads the query of [StreamPath]. Other keys are ignored. The error for a value that is
-// too long names its key.
+// too long names its key. If the agent does not speak [Protocol], the error names the versions of
+// both sides.
 func ParseOffer(q url.Values) (Offer, error) {
-	o := Offer{Protocols: q[queryProtocol], Features: q[queryFeature], Boot: q.Get(queryBoot), Build: q.Get(queryBuild)}
+	o := Offer{Features: q[queryFeature], Boot: q.Get(queryBoot), Build: q.Get(queryBuild)}
+	offered := q[queryProtocol]
 	switch {
 	case len(o.Build) > maxNameLength:
 		return o, fmt.Errorf("%s: longer than %d bytes", queryBuild, maxNameLength)
@@ -119,44 +113,11 @@ func ParseOffer(q url.Values) (Offer, error) {
 		return o, fmt.Errorf("%s: more than %d", queryFeature, maxFeatures)
 	case slices.ContainsFunc(o.Features, func(f string) bool { return len(f) > maxNameLength }):
 		return o, fmt.Errorf("%s: longer than %d bytes", queryFeature, maxNameLength)
+	case !slices.Contains(offered, strconv.Itoa(Protocol)):
+		return o, fmt.Errorf("%s: the agent speaks %.100q, this coordinator speaks %d", queryProtocol,
+			strings.Join(offered, " or "), Protocol)
 	}
 	return o, nil
-}
-
-// Versions of the protocol, the newest first.
-type Versions []int
-
-// String prints "2 or 1".
-func (v Versions) String() string {
-	var all []string
-	for _, version := range v {
-		all = append(all, strconv.Itoa(version))
-	}
-	return strings.Join(all, " or ")
-}
-
-// Spoken returns the versions that this code speaks.
-func Spoken() Versions { return spoken(Protocol) }
-
-// spoken returns newest and the version before it, if there was one.
-func spoken(newest int) Versions {
-	if newest == 1 {
-		return Versions{1}
-	}
-	return Versions{newest, newest - 1}
-}
-
-// Choose returns the newest version that both sides speak. The error names the versions of both.
-func Choose(offered []string) (int, error) { return choose(Spoken(), offered) }
-
-func choose(spoken Versions, offered []string) (int, error) {
-	for _, version := range spoken {
-		if slices.Contains(offered, strconv.Itoa(version)) {
-			return version, nil
-		}
-	}
-	return 0, fmt.Errorf("%s: the agent speaks %.100q, this coordinator speaks %s", queryProtocol,
-		strings.Join(offered, " or "), spoken)
 }
 
 // The paths of the coordinator's API for agents.

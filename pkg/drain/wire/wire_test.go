@@ -187,43 +187,30 @@ func lacks(now, then any, path string) string {
 	return ""
 }
 
-func TestTheNewestVersionThatBothSpeakIsChosen(t *testing.T) {
-	for _, c := range []struct {
-		newest  int
-		offered string
-		want    int
-		err     string
-	}{
-		{1, "1", 1, ""},
-		{1, "2,1", 1, ""},
-		{2, "1", 1, ""},
-		{2, "1,2", 2, ""},
-		{2, "3,2", 2, ""},
-		{3, "2,1", 2, ""},
-		{3, "1", 0, `the agent speaks "1", this coordinator speaks 3 or 2`},
-		{1, "2", 0, `the agent speaks "2", this coordinator speaks 1`},
-		{1, "one,", 0, `the agent speaks "one or ", this coordinator speaks 1`},
-		{1, "01", 0, `the agent speaks "01", this coordinator speaks 1`},
+func TestAgentsOfOtherVersionsAreRefused(t *testing.T) {
+	for offered, want := range map[string]string{
+		"1":    "",
+		"2,1":  "",
+		"2":    `the agent speaks "2", this coordinator speaks 1`,
+		"one,": `the agent speaks "one or ", this coordinator speaks 1`,
+		"01":   `the agent speaks "01", this coordinator speaks 1`,
 	} {
-		got, err := choose(spoken(c.newest), strings.Split(c.offered, ","))
-		if got != c.want || (err == nil) != (c.err == "") || err != nil && !strings.Contains(err.Error(), c.err) {
-			t.Errorf("%d and %q: %d, %v", c.newest, c.offered, got, err)
+		_, err := ParseOffer(url.Values{"protocol": strings.Split(offered, ",")})
+		if (err == nil) != (want == "") || err != nil && err.Error() != "protocol: "+want {
+			t.Errorf("%q: %v", offered, err)
 		}
-	}
-	if v := Spoken(); v[0] != Protocol || len(v) > 2 {
-		t.Errorf("this code speaks %s", v)
 	}
 }
 
 func TestOffers(t *testing.T) {
 	for _, o := range []Offer{NewOffer("boot"), NewOffer(""),
-		{Protocols: []string{"2", "1"}, Features: []string{"a&b", "ä"}, Boot: "=", Build: "v1, commit &"}} {
+		{Features: []string{"a&b", "ä"}, Boot: "=", Build: "v1, commit &"}} {
 		q, err := url.ParseQuery(o.Query())
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got, err := ParseOffer(q); err != nil || !slices.Equal(got.Protocols, o.Protocols) ||
-			!slices.Equal(got.Features, o.Features) || got.Boot != o.Boot || got.Build != o.Build {
+		if got, err := ParseOffer(q); err != nil || !slices.Equal(got.Features, o.Features) ||
+			got.Boot != o.Boot || got.Build != o.Build {
 			t.Errorf("%+v is read as %+v: %v", o, got, err)
 		}
 	}
@@ -315,20 +302,18 @@ func FuzzOffer(f *testing.F) {
 		}
 		offer, err := ParseOffer(q)
 		if err != nil {
-			if !strings.HasPrefix(err.Error(), queryBoot+": ") && !strings.HasPrefix(err.Error(), queryFeature+": ") {
+			named := func(key string) bool { return strings.HasPrefix(err.Error(), key+": ") }
+			if !slices.ContainsFunc([]string{queryProtocol, queryFeature, queryBoot, queryBuild}, named) {
 				t.Fatalf("%q: %v names nothing", query, err)
 			}
 			return
-		}
-		if version, err := Choose(offer.Protocols); err == nil && !slices.Contains(Spoken(), version) {
-			t.Fatalf("%q chooses %d", query, version)
 		}
 		q, err = url.ParseQuery(offer.Query())
 		if err != nil {
 			t.Fatal(err)
 		}
 		if again, err := ParseOffer(q); err != nil || again.Boot != offer.Boot ||
-			!slices.Equal(again.Features, offer.Features) || !slices.Equal(again.Protocols, offer.Protocols) {
+			!slices.Equal(again.Features, offer.Features) {
 			t.Fatalf("%q is %+v, and then %+v: %v", query, offer, again, err)
 		}
 	})
