@@ -103,7 +103,6 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	var path string
 	var print, which bool
 	f := flag.NewFlagSet("agent", flag.ContinueOnError)
-	f.SetOutput(io.Discard)
 	f.StringVar(&path, "config", "/etc/lameduck/agent.yaml",
 		"configuration file; ${NAME} in it is replaced by the environment")
 	f.StringVar(&o.kubeconfig, "kubeconfig", getenv("KUBECONFIG"),
@@ -115,19 +114,10 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.TextVar(&o.logLevel, "log-level", slog.LevelInfo, "debug, info, warn or error")
 	f.BoolVar(&print, "print-config", false, "print the configuration with its defaults, and end")
 	f.BoolVar(&which, "version", false, "print which version this is, and end")
-	if err := f.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			fmt.Fprintln(help, "agent directs or observes the gateway beside it and acknowledges to Lameduck's "+
-				"coordinators that it has stopped routing to a pod. agent record --help: write what a gateway "+
-				"answers into an archive.\n\nFlags:")
-			f.SetOutput(help)
-			f.PrintDefaults()
-			return o, err
-		}
-		return o, fmt.Errorf("%w: %w", cli.ErrUsage, err)
-	}
-	if f.NArg() > 0 {
-		return o, fmt.Errorf("%w: unexpected argument %q", cli.ErrUsage, f.Arg(0))
+	if err := cli.Parse(f, args, "agent directs or observes the gateway beside it and acknowledges to Lameduck's "+
+		"coordinators that it has stopped routing to a pod. agent record --help: write what a gateway answers into "+
+		"an archive.", help); err != nil {
+		return o, err
 	}
 	if which {
 		fmt.Fprintln(help, version.String("agent"))
