@@ -132,20 +132,10 @@ func writeFile(path string, data []byte) error {
 		return nil
 	}
 	tmp := filepath.Join(filepath.Dir(path), "."+filepath.Base(path)+".tmp")
-	err := func() error {
-		f, err := os.OpenFile(tmp, os.O_CREATE|os.O_WRONLY|os.O_TRUNC, 0o644)
-		if err != nil {
-			return err
-		}
-		if _, err = f.Write(data); err != nil {
-			f.Close()
-			return err
-		}
-		if err = f.Close(); err != nil {
-			return err
-		}
-		return os.Rename(tmp, path)
-	}()
+	err := os.WriteFile(tmp, data, 0o644)
+	if err == nil {
+		err = os.Rename(tmp, path)
+	}
 	if err != nil {
 		_ = os.Remove(tmp) // as far as possible
 		return &failure{Command: "write " + path, Kind: kindFile, Err: err}
