@@ -2,6 +2,7 @@ package hooks
 
 import (
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/agent/nodepods"
@@ -209,15 +210,9 @@ func (w *Wait) stopped(now time.Time, is gateway.Reading) bool {
 }
 
 func outcomeText(p wire.BarrierStatus) string {
-	text := ""
-	for i, w := range p.Waiting {
-		if i == 3 {
-			return fmt.Sprintf("%s and %d more", text, len(p.Waiting)-3)
-		}
-		if i > 0 {
-			text += ", "
-		}
-		text += w
+	text := strings.Join(p.Waiting[:min(3, len(p.Waiting))], ", ")
+	if more := len(p.Waiting) - 3; more > 0 {
+		return fmt.Sprintf("%s and %d more", text, more)
 	}
 	if p.Cut {
 		text += " (a stated wait is longer than the bound)"
