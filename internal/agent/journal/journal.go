@@ -243,13 +243,11 @@ func (j *Journal) Terminate(now time.Time, uid drain.UID) {
 	}
 }
 
-// Lapse ends the exclusions whose holder's expiry is before now. It returns the UIDs of the pods
-// that have no holder any more and are not terminating, sorted. It also forgets old terminating
+// Lapse ends the exclusions whose holder's expiry is before now. It also forgets old terminating
 // pods. Call it every few seconds.
-func (j *Journal) Lapse(now time.Time) []drain.UID {
+func (j *Journal) Lapse(now time.Time) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	uids := j.expired(now)
 	for uid, s := range j.byUID {
 		for holder := range s.holders {
 			if now.After(j.expiries[holder]) {
@@ -260,17 +258,13 @@ func (j *Journal) Lapse(now time.Time) []drain.UID {
 		j.forgetIfEmpty(uid, s)
 	}
 	j.prune(now)
-	return uids
 }
 
-// Expired returns the UIDs that Lapse would return, and changes nothing.
-func (j *Journal) Expired(now time.Time) []drain.UID {
+// Expired returns the UIDs of the pods that have no holder after Lapse and are not terminating,
+// sorted.
+func (j *Journal) Expired(now time.Time) (uids []drain.UID) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	return j.expired(now)
-}
-
-func (j *Journal) expired(now time.Time) (uids []drain.UID) {
 	for uid, s := range j.byUID {
 		stands := !s.terminatingAt.IsZero()
 		for holder := range s.holders {
