@@ -10,8 +10,8 @@
 // acknowledge.
 //
 // Each data plane has a package below this one. Its tests run the contract of
-// [github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest], on the real data plane, or on a fake
-// of it for APISIX.
+// [github.com/lameduck-io/lameduck/test/gatewaytest], on the real data plane, or on a fake of it
+// for APISIX.
 package gateway
 
 import (

@@ -1,6 +1,6 @@
 // Package planes has the helpers that this repository's tests of data planes share: real programs
 // in processes of their own, functions that wait for readings, and an observed data plane in
-// memory. The contracts that a gateway has to pass are in pkg/gateway/gatewaytest.
+// memory. The contracts that a gateway has to pass are in test/gatewaytest.
 package planes
 
 import (

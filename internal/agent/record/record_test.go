@@ -18,7 +18,7 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/cli"
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/test/gatewaytest"
 	"github.com/lameduck-io/lameduck/test/planes"
 )
 

@@ -19,7 +19,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/test/gatewaytest"
 )
 
 // fake is an APISIX with its etcd, as far as this package uses it: the Admin API, the control API

@@ -6,8 +6,8 @@ import (
 	"path/filepath"
 	"testing"
 
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/gatewaytest"
 )
 
 // The Lua files run in APISIX only. Here they are compiled. Needed: lua5.1 or luajit, packages of

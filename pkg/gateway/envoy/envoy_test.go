@@ -20,10 +20,10 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/gateway"
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/gateway/poll"
 	"github.com/lameduck-io/lameduck/pkg/gateway/sockets"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/gatewaytest"
 	"github.com/lameduck-io/lameduck/test/planes"
 )
 

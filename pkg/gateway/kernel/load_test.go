@@ -16,8 +16,8 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/gateway"
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/gatewaytest"
 	"github.com/lameduck-io/lameduck/test/planes"
 )
 

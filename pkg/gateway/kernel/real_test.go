@@ -25,9 +25,9 @@ import (
 	"github.com/cilium/ebpf/link"
 
 	"github.com/lameduck-io/lameduck/pkg/gateway"
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/gateway/sockets"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/gatewaytest"
 	"github.com/lameduck-io/lameduck/test/planes"
 )
 

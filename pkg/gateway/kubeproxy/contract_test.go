@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/test/gatewaytest"
 )
 
 // What kube-proxy writes, in the real kernel, read by an agent's gateway.

@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/test/gatewaytest"
 )
 
 // Without this a slow answer is taken for a pooled connection, or the reverse.

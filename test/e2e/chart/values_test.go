@@ -25,10 +25,10 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/yaml"
 
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/test/cluster"
 	"github.com/lameduck-io/lameduck/test/cluster/machine"
 	"github.com/lameduck-io/lameduck/test/e2e/harness"
+	"github.com/lameduck-io/lameduck/test/gatewaytest"
 )
 
 // On a node of a cluster with the quotas of GKE: each set of values that needs nothing else is

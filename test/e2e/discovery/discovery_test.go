@@ -24,11 +24,11 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/yaml"
 
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/test/cluster"
 	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/monitoring"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
+	"github.com/lameduck-io/lameduck/test/gatewaytest"
 )
 
 // Root without a user namespace, because the kernel accepts programs from no other.

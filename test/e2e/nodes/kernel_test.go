@@ -20,10 +20,10 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/test/cluster/machine"
 	"github.com/lameduck-io/lameduck/test/e2e/load"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
+	"github.com/lameduck-io/lameduck/test/gatewaytest"
 )
 
 // unchanged is a gateway that the kernel directs. It has no interface for that.

@@ -13,9 +13,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/test/cluster/machine"
 	"github.com/lameduck-io/lameduck/test/e2e/harness"
+	"github.com/lameduck-io/lameduck/test/gatewaytest"
 )
 
 // shared is a namespace that had an application before it got the chart's release.
