@@ -7,12 +7,10 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"io"
 	"log/slog"
 	"slices"
 
-	"k8s.io/client-go/kubernetes"
 	"k8s.io/klog/v2"
 
 	"github.com/lameduck-io/lameduck/internal/agent/discovery"
@@ -37,7 +35,7 @@ func run(ctx context.Context, args []string, getenv func(string) string, stdout,
 	}
 	log := slog.New(slog.NewJSONHandler(stderr, &slog.HandlerOptions{Level: o.logLevel}))
 	klog.SetSlogLogger(log)
-	kube, err := connect(o.kubeconfig)
+	kube, _, err := kubeclient.New(o.kubeconfig, "lameduck-agent")
 	if err != nil {
 		return err
 	}
@@ -51,19 +49,6 @@ func run(ctx context.Context, args []string, getenv func(string) string, stdout,
 		return runObserved(ctx, o, kube, bundle, kind.Observe(log), log)
 	}
 	return runDirected(ctx, o, kube, bundle, o.directed, log)
-}
-
-// connect returns a client for the API server.
-func connect(kubeconfig string) (kubernetes.Interface, error) {
-	config, err := kubeclient.Config(kubeconfig, "lameduck-agent")
-	if err != nil {
-		return nil, err
-	}
-	kube, err := kubernetes.NewForConfig(config)
-	if err != nil {
-		return nil, fmt.Errorf("client for the API server: %w", err)
-	}
-	return kube, nil
 }
 
 // declared returns the routes that the agent declares to coordinators.

@@ -12,6 +12,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/lameduck-io/lameduck/internal/agent/source"
+	"github.com/lameduck-io/lameduck/internal/kubeclient"
 )
 
 // Before an expired exclusion ends, the agent lists the EndpointSlices of each of its namespaces.
@@ -28,7 +29,7 @@ func TestManyNamespacesAreListedInTime(t *testing.T) {
 		0o600); err != nil {
 		t.Fatal(err)
 	}
-	kube, err := connect(path)
+	kube, _, err := kubeclient.New(path, "lameduck-agent")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -10,7 +10,6 @@ import (
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/client-go/kubernetes"
 
 	"github.com/lameduck-io/lameduck/internal/cli"
 	"github.com/lameduck-io/lameduck/internal/entry"
@@ -38,13 +37,9 @@ func check(ctx context.Context, args []string, getenv func(string) string, out i
 	if *entries < 1 {
 		return fmt.Errorf("%w: --entries %d: must be at least 1", errUsage, *entries)
 	}
-	config, err := kubeclient.Config(*kubeconfig, "lameduck-webhook")
+	kube, _, err := kubeclient.New(*kubeconfig, "lameduck-webhook")
 	if err != nil {
 		return err
-	}
-	kube, err := kubernetes.NewForConfig(config)
-	if err != nil {
-		return fmt.Errorf("client for the API server: %w", err)
 	}
 	ctx, cancel := context.WithTimeout(ctx, max(*wait, checkEvery))
 	defer cancel()

@@ -18,7 +18,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	policyv1 "k8s.io/api/policy/v1"
-	"k8s.io/client-go/kubernetes"
 	clientscheme "k8s.io/client-go/kubernetes/scheme"
 	toolscache "k8s.io/client-go/tools/cache"
 	"k8s.io/klog/v2"
@@ -74,13 +73,9 @@ const (
 func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	klog.SetSlogLogger(log)
 	crlog.SetLogger(logr.FromSlogHandler(log.Handler()))
-	config, err := kubeclient.Config(o.kubeconfig, "lameduck-webhook")
+	kube, config, err := kubeclient.New(o.kubeconfig, "lameduck-webhook")
 	if err != nil {
 		return err
-	}
-	kube, err := kubernetes.NewForConfig(config)
-	if err != nil {
-		return fmt.Errorf("client for the API server: %w", err)
 	}
 	live, err := client.New(config, client.Options{Scheme: clientscheme.Scheme})
 	if err != nil {
