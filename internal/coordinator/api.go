@@ -234,8 +234,7 @@ func decode(w http.ResponseWriter, r *http.Request, into any) error {
 			err = errors.New("more than one JSON value")
 		}
 	}
-	var tooLarge *http.MaxBytesError
-	if errors.As(err, &tooLarge) {
+	if tooLarge, ok := errors.AsType[*http.MaxBytesError](err); ok {
 		return serve.Refuse(http.StatusRequestEntityTooLarge, "body is larger than %d bytes", tooLarge.Limit)
 	}
 	if errors.Is(err, os.ErrDeadlineExceeded) {

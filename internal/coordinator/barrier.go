@@ -82,8 +82,7 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 	c.mu.Lock()
 	defer c.unlock()
 	bar, err := c.core.Bar(arrived, who, asked, s)
-	var terminating Terminating
-	if errors.As(err, &terminating) {
+	if terminating, ok := errors.AsType[Terminating](err); ok {
 		return wire.BarrierStatus{Waiting: []string{}, Terminating: true,
 			GraceMillis: terminating.Grace.Milliseconds()}, nil
 	}

@@ -234,8 +234,7 @@ func decode(body []byte, into any) error {
 	if err == nil {
 		return nil
 	}
-	var wrong *json.UnmarshalTypeError
-	if errors.As(err, &wrong) {
+	if wrong, ok := errors.AsType[*json.UnmarshalTypeError](err); ok {
 		for _, object := range []string{"request.oldObject", "request.object", "request.options"} {
 			if field := strings.ToLower(wrong.Field); field == strings.ToLower(object) ||
 				strings.HasPrefix(field, strings.ToLower(object)+".") {
