@@ -10,6 +10,7 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -72,12 +73,10 @@ func get(ctx context.Context, to target, headers []string, dial time.Duration) (
 
 func has(headers []string, line string) bool {
 	name, _, _ := strings.Cut(line, ":")
-	for _, h := range headers {
-		if other, _, _ := strings.Cut(h, ":"); strings.EqualFold(strings.TrimSpace(other), name) {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(headers, func(h string) bool {
+		other, _, _ := strings.Cut(h, ":")
+		return strings.EqualFold(strings.TrimSpace(other), name)
+	})
 }
 
 // read returns the first line of a response's body, see get. It reads up to the end of the

@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -145,10 +146,7 @@ func (r *roster) run(ctx context.Context) error {
 		case <-ticker.C:
 		}
 		r.mu.Lock()
-		agents := make([]*corev1.Pod, 0, len(r.agents))
-		for _, p := range r.agents {
-			agents = append(agents, p)
-		}
+		agents := slices.Collect(maps.Values(r.agents))
 		version := r.version
 		r.mu.Unlock()
 		// The oldest pods are checked first.

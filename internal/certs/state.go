@@ -32,6 +32,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"time"
 )
@@ -87,13 +88,7 @@ func (s State) Secrets() []string {
 
 // sets returns the sets that are not nil, the current one first.
 func (s State) sets() []*Set {
-	var sets []*Set
-	for _, set := range []*Set{s.Current, s.Next, s.Former} {
-		if set != nil {
-			sets = append(sets, set)
-		}
-	}
-	return sets
+	return slices.DeleteFunc([]*Set{s.Current, s.Next, s.Former}, func(set *Set) bool { return set == nil })
 }
 
 // step returns the state that follows s at now, and whether it differs. known: the API server had
@@ -161,15 +156,9 @@ func (s *Set) usable(now time.Time) bool {
 
 func (s *Set) has(names []string) bool {
 	pair, err := s.pair()
-	if err != nil {
-		return false
-	}
-	for _, name := range names {
-		if pair.Leaf.VerifyHostname(name) != nil {
-			return false
-		}
-	}
-	return true
+	return err == nil && !slices.ContainsFunc(names, func(name string) bool {
+		return pair.Leaf.VerifyHostname(name) != nil
+	})
 }
 
 func (s *Set) pair() (*tls.Certificate, error) {

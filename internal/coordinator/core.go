@@ -443,11 +443,9 @@ func (c *Core) takeTurn(now time.Time, owner string, uid drain.UID, most int) bo
 
 // dropTurns forgets the turns of owners none of whose pods is asked for any more.
 func (c *Core) dropTurns(now time.Time) {
-	for owner, turns := range c.turns {
-		if !slices.ContainsFunc(turns, func(t turn) bool { return now.Sub(t.asked) <= turnKept }) {
-			delete(c.turns, owner)
-		}
-	}
+	maps.DeleteFunc(c.turns, func(_ string, turns []turn) bool {
+		return !slices.ContainsFunc(turns, func(t turn) bool { return now.Sub(t.asked) <= turnKept })
+	})
 }
 
 // Session is one agent's stream, without its connection.

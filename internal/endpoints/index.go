@@ -2,6 +2,7 @@ package endpoints
 
 import (
 	"cmp"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -308,10 +309,7 @@ func (x *Index) Usable(service types.NamespacedName) []health.UID {
 	if of == nil {
 		return []health.UID{}
 	}
-	uids := make([]health.UID, 0, len(of.usable))
-	for uid := range of.usable {
-		uids = append(uids, uid)
-	}
+	uids := slices.AppendSeq(make([]health.UID, 0, len(of.usable)), maps.Keys(of.usable))
 	slices.Sort(uids)
 	return uids
 }
@@ -362,15 +360,9 @@ func same(s *discovery.EndpointSlice, a, b *discovery.Endpoint) bool {
 
 // samePorts reports whether two versions of a slice have the same ports and address type.
 func samePorts(a, b *discovery.EndpointSlice) bool {
-	if a.AddressType != b.AddressType || len(a.Ports) != len(b.Ports) {
-		return false
-	}
-	for i := range a.Ports {
-		if !ptr.Equal(a.Ports[i].Port, b.Ports[i].Port) || !ptr.Equal(a.Ports[i].Name, b.Ports[i].Name) {
-			return false
-		}
-	}
-	return true
+	return a.AddressType == b.AddressType && slices.EqualFunc(a.Ports, b.Ports, func(a, b discovery.EndpointPort) bool {
+		return ptr.Equal(a.Port, b.Port) && ptr.Equal(a.Name, b.Name)
+	})
 }
 
 func compare(a, b health.Target) int {

@@ -262,10 +262,7 @@ func (a *agent) owesBarrier(d *drain) bool {
 	if b.observe {
 		return a.observes && a.mayBeAsked(AtHold, d)
 	}
-	if !a.mayBeAsked(AtHold, d) {
-		return false
-	}
-	return !b.removedBy.has(a.slot)
+	return a.mayBeAsked(AtHold, d) && !b.removedBy.has(a.slot)
 }
 
 // EndBarrier ends the barrier of a pod whose deletion does not wait: one that observes, or one that

@@ -2,6 +2,7 @@ package drain
 
 import (
 	"container/list"
+	"maps"
 	"slices"
 )
 
@@ -86,10 +87,7 @@ func (l *Ledger) Changed(gate Gate) []UID {
 	if len(touched) == 0 {
 		return nil
 	}
-	uids := make([]UID, 0, len(touched))
-	for uid := range touched {
-		uids = append(uids, uid)
-	}
+	uids := slices.AppendSeq(make([]UID, 0, len(touched)), maps.Keys(touched))
 	clear(touched)
 	slices.Sort(uids)
 	return uids

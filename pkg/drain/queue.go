@@ -76,11 +76,7 @@ func (l *Ledger) admit(now time.Time) {
 	if len(l.queued) == 0 {
 		return
 	}
-	waiting := make([]*drain, 0, len(l.queued))
-	for d := range l.queued {
-		waiting = append(waiting, d)
-	}
-	slices.SortFunc(waiting, func(a, b *drain) int {
+	waiting := slices.SortedFunc(maps.Keys(l.queued), func(a, b *drain) int {
 		return cmp.Or(a.since.Compare(b.since), cmp.Compare(a.pod.UID, b.pod.UID))
 	})
 	room := map[Service]int{}

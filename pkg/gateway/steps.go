@@ -303,10 +303,5 @@ func fresh(before, after []health.Op) bool {
 	for _, op := range before {
 		tried[op] = true
 	}
-	for _, op := range after {
-		if !tried[op] {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(after, func(op health.Op) bool { return !tried[op] })
 }

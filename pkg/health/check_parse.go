@@ -336,20 +336,12 @@ func (c Check) validate() error {
 // printable reports whether s consists of visible ASCII characters, and of spaces if these are
 // allowed. So s cannot end a line.
 func printable(s string, spaces bool) bool {
-	for _, c := range []byte(s) {
-		if c <= ' ' && (c != ' ' || !spaces) || c >= 0x7f {
-			return false
-		}
-	}
-	return true
+	return !strings.ContainsFunc(s, func(c rune) bool { return c <= ' ' && (c != ' ' || !spaces) || c >= 0x7f })
 }
 
 func token(s string) bool {
-	for _, c := range []byte(s) {
-		if ('a' > c || c > 'z') && ('A' > c || c > 'Z') && ('0' > c || c > '9') &&
-			!strings.ContainsRune("!#$%&'*+-.^_`|~", rune(c)) {
-			return false
-		}
-	}
-	return s != ""
+	return s != "" && !strings.ContainsFunc(s, func(c rune) bool {
+		return ('a' > c || c > 'z') && ('A' > c || c > 'Z') && ('0' > c || c > '9') &&
+			!strings.ContainsRune("!#$%&'*+-.^_`|~", c)
+	})
 }

@@ -1,6 +1,7 @@
 package health
 
 import (
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -233,11 +234,7 @@ func (s *Set) Lapse(now time.Time) []UID {
 	at := s.stamp(now)
 	var lapsed []UID
 	for p := range s.held {
-		for holder, expires := range p.holders {
-			if now.After(expires) {
-				delete(p.holders, holder)
-			}
-		}
+		maps.DeleteFunc(p.holders, func(_ string, expires time.Time) bool { return now.After(expires) })
 		if len(p.holders) == 0 {
 			if !p.terminating {
 				lapsed = append(lapsed, p.uid)

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"hash/fnv"
 	"io"
+	"maps"
 	"slices"
 	"time"
 
@@ -24,10 +25,7 @@ var ErrNoCoordinator = errors.New("no coordinator can be asked")
 // of the request.
 func (c *Client) Barrier(ctx context.Context, b wire.BarrierRequest) (wire.BarrierStatus, error) {
 	c.mu.Lock()
-	replicas := make([]*replica, 0, len(c.replicas))
-	for _, r := range c.replicas {
-		replicas = append(replicas, r)
-	}
+	replicas := slices.Collect(maps.Values(c.replicas))
 	c.mu.Unlock()
 	// A repeat asks the same coordinator first; pods are spread over all of them.
 	slices.SortFunc(replicas, func(x, y *replica) int {

@@ -1,6 +1,7 @@
 package exclusion
 
 import (
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -62,11 +63,7 @@ func (w *Watches) Reports(now time.Time) (reports []drain.Report) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for uid, holders := range w.holders {
-		for holder, until := range holders {
-			if now.After(until) {
-				delete(holders, holder)
-			}
-		}
+		maps.DeleteFunc(holders, func(_ string, until time.Time) bool { return now.After(until) })
 		if len(holders) == 0 {
 			delete(w.holders, uid)
 			continue

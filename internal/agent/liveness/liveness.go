@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"context"
 	"log/slog"
+	"slices"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -18,6 +19,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/agent/serving"
 	"github.com/lameduck-io/lameduck/internal/watch"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 // toBeDeleted is the taint that the cluster autoscaler puts on a node before it deletes it.
@@ -28,12 +30,9 @@ const toBeDeleted = "ToBeDeletedByClusterAutoscaler"
 // the end of HAProxy shows in /livez and /healthz.
 func Follow(h *serving.Health) func(gateway.Progress) {
 	return func(p gateway.Progress) {
-		behind := map[serving.Family]bool{}
-		for _, op := range p.Behind {
-			behind[serving.Of(op.Key.Target.Addr.Addr())] = true
-		}
 		for _, f := range serving.Families {
-			if behind[f] || p.Err != nil {
+			behind := func(op health.Op) bool { return serving.Of(op.Key.Target.Addr.Addr()) == f }
+			if p.Err != nil || slices.ContainsFunc(p.Behind, behind) {
 				h.Queued(f, p.AsOf)
 			} else {
 				h.Updated(f, p.AsOf)
@@ -56,15 +55,8 @@ func Queue(h *serving.Health) {
 // eligible reports whether a node may get new traffic, by kube-proxy's rules. gone: the node does
 // not exist any more.
 func eligible(node *corev1.Node, gone bool) bool {
-	if gone || !node.DeletionTimestamp.IsZero() {
-		return false
-	}
-	for _, taint := range node.Spec.Taints {
-		if taint.Key == toBeDeleted {
-			return false
-		}
-	}
-	return true
+	return !gone && node.DeletionTimestamp.IsZero() &&
+		!slices.ContainsFunc(node.Spec.Taints, func(t corev1.Taint) bool { return t.Key == toBeDeleted })
 }
 
 // WatchNode calls set with whether the node of that name is eligible, until ctx is done. It does

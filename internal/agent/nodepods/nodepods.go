@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net/netip"
 	"slices"
 	"strconv"
@@ -117,10 +118,7 @@ func New(left func(Pod), log *slog.Logger) *Pods {
 func (n *Pods) Find(id string) (p Pod, ok bool, changed <-chan struct{}) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	all := make([]Pod, 0, 1)
-	for _, p := range n.byID[id] {
-		all = append(all, p)
-	}
+	all := slices.Collect(maps.Values(n.byID[id]))
 	if len(all) == 0 {
 		return Pod{}, false, n.changed
 	}

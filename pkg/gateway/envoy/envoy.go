@@ -166,12 +166,8 @@ func (b balancing) settle() time.Duration {
 // respects reports whether the cluster's policy is known to send only to healthy hosts.
 func (b balancing) respects() bool {
 	named := policies.FindAllSubmatch(b.Policy, -1)
-	for _, name := range named {
-		if !slices.Contains(respectful, string(name[1])) {
-			return false
-		}
-	}
-	return b.Subsets == nil && (len(named) > 0 || len(b.Policy) == 0)
+	other := func(name [][]byte) bool { return !slices.Contains(respectful, string(name[1])) }
+	return b.Subsets == nil && (len(named) > 0 || len(b.Policy) == 0) && !slices.ContainsFunc(named, other)
 }
 
 // read implements poll.Read.

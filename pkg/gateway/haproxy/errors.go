@@ -3,6 +3,7 @@ package haproxy
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 )
 
@@ -92,12 +93,8 @@ func (e *failure) Unwrap() error { return e.Err }
 // lost reports whether the answer was not received completely. The command may or may not have been
 // carried out, and an immediate retry on the same process would not help.
 func lost(err error) bool {
-	for _, k := range []kind{kindGone, kindNoSocket, kindNotListening, kindTimeout, kindTruncated, kindIO} {
-		if errors.Is(err, k) {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc([]kind{kindGone, kindNoSocket, kindNotListening, kindTimeout, kindTruncated, kindIO},
+		func(k kind) bool { return errors.Is(err, k) })
 }
 
 // gone reports whether the process ended before or while it answered. The list of processes will

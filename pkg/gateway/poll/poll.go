@@ -31,6 +31,7 @@ import (
 	"net/netip"
 	"net/url"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -354,12 +355,9 @@ func (g *Gateway) Watch(targets []netip.AddrPort, changed func()) gateway.Watch 
 // of reports whether a belongs to a watched target. A target with port 0 includes all ports of its
 // address.
 func (w *watch) of(a netip.AddrPort) bool {
-	for _, t := range w.targets {
-		if t.Addr() == a.Addr() && (t.Port() == 0 || t.Port() == a.Port()) {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(w.targets, func(t netip.AddrPort) bool {
+		return t.Addr() == a.Addr() && (t.Port() == 0 || t.Port() == a.Port())
+	})
 }
 
 // out returns the lowest state of the watched targets. Unknown: the gateway could not be read.
