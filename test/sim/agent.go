@@ -149,7 +149,7 @@ func (a *agent) start() {
 	a.up, a.started, a.left = true, w.at, false
 	a.hooks, a.broken = nil, nil
 	a.dead, a.expiries, a.heard = map[drain.UID]bool{}, map[drain.UID]map[string]time.Time{}, &source.Heard{}
-	a.programming, a.learned, a.unlearned = false, false, a.unlearned
+	a.programming, a.learned = false, false
 	a.barred, a.withheld, a.synced = "", map[int]slice{}, false
 	a.stepping, a.poked, a.generation = false, false, ""
 	a.set = health.New(health.Options{})
