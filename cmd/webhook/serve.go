@@ -365,7 +365,8 @@ func strip(object any) (any, error) {
 		}
 		pod.Status.InitContainerStatuses = nil
 		for i, c := range pod.Status.ContainerStatuses {
-			pod.Status.ContainerStatuses[i] = corev1.ContainerStatus{State: corev1.ContainerState{Running: c.State.Running}}
+			running := corev1.ContainerState{Running: c.State.Running}
+			pod.Status.ContainerStatuses[i] = corev1.ContainerStatus{State: running}
 		}
 	}
 	return cache.TransformStripManagedFields()(object)

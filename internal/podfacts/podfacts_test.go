@@ -12,9 +12,8 @@ import (
 // writes then is another start.
 func TestBackSince(t *testing.T) {
 	ready := metav1.Unix(100, 0)
-	pod := &corev1.Pod{Status: corev1.PodStatus{
-		Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionTrue, LastTransitionTime: ready}},
-	}}
+	pod := &corev1.Pod{Status: corev1.PodStatus{Conditions: []corev1.PodCondition{
+		{Type: corev1.PodReady, Status: corev1.ConditionTrue, LastTransitionTime: ready}}}}
 	for _, c := range []struct {
 		name    string
 		started []int64 // seconds; 0: it does not run

@@ -462,8 +462,8 @@ func (h *durations) percentile(share float64) time.Duration {
 }
 
 // learn records how long the gateway of a took to stop routing, if r is its first report of that,
-// after had. A node that was not seen to send may never have had rules for the pod. That it takes no
-// time says nothing of others.
+// after had. A node that was not seen to send may never have had rules for the pod: its time says
+// nothing of others.
 func (l *Ledger) learn(now time.Time, a *agent, d *drain, had State, r Report) {
 	if r.HasSent && r.State >= Removed && had < Removed && a.sampled() && a.gateOf(d) == AtBarrier &&
 		now.Before(l.deadline(d)) {

@@ -128,7 +128,7 @@ func TestWhoDirectsOwesWhatItDidNotAtTheHold(t *testing.T) {
 		"it was never asked": {func(*world) {}, "Unrouting edge:unknown"},
 		"it has let go": {func(w *world) { w.ask(p, web); w.say("edge", p, Idle) },
 			"Released NoAgents"},
-		// The deletion did not wait: the pod has the condition DisruptionTarget, or no webhook answered.
+		// The deletion did not wait: the pod is preempted, or no webhook answered.
 		"requests run that it has sent": {func(w *world) { w.ask(p, web); w.say("edge", p, Removed) },
 			"Unrouting edge:unknown"},
 		"requests ran for as long as the hold waits for them": {func(w *world) {
@@ -679,8 +679,8 @@ func TestWhatIsLearntIsForgotten(t *testing.T) {
 	}
 }
 
-// Nodes have no rules for pods without a Service. How fast they say so does not show how long a sync
-// of kube-proxy takes.
+// Nodes have no rules for pods without a Service. How fast they say so does not show how long a
+// sync of kube-proxy takes.
 func TestNothingIsLearntWithoutRules(t *testing.T) {
 	w := newWorld(t)
 	var nodes []AgentID
