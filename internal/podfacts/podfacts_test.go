@@ -8,8 +8,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// A pod without a readiness probe stays ready while its container is started again: what its kubelet
-// writes then is another start.
+// A pod without a readiness probe stays ready while its container is started again. Its kubelet
+// then writes another start.
 func TestBackSince(t *testing.T) {
 	ready := metav1.Unix(100, 0)
 	pod := &corev1.Pod{Status: corev1.PodStatus{Conditions: []corev1.PodCondition{
