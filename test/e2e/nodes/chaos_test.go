@@ -5,14 +5,11 @@ package nodes
 import (
 	"cmp"
 	"context"
-	"encoding/csv"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"maps"
 	"math/rand/v2"
-	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
@@ -363,7 +360,7 @@ func poll(most time.Duration, ask func() error) error {
 func (c *chaos) whole(ctx context.Context) error {
 	errs := []error{c.nodeReady(ctx, ""), c.settledNow(ctx), c.connected(ctx), c.listed(ctx),
 		c.podsReady(ctx, system, 2), c.podsReady(ctx, agents, len(c.Set.Machines)), c.podsReady(ctx, gateway, 1)}
-	out, err := c.inMaintenance()
+	out, err := inMaintenance(c.gateway)
 	if errs = append(errs, err); len(out) > 0 {
 		errs = append(errs, fmt.Errorf("servers in maintenance: %v", out))
 	}
@@ -428,41 +425,6 @@ func is0(address, name string) error {
 	return err
 }
 
-var asks = &http.Client{Timeout: time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
-
-func get(url string) (string, error) {
-	response, err := asks.Get(url)
-	if err != nil {
-		return "", err
-	}
-	defer response.Body.Close()
-	text, err := io.ReadAll(response.Body)
-	if response.StatusCode != http.StatusOK {
-		err = fmt.Errorf("%s: %s", url, response.Status)
-	}
-	return string(text), err
-}
-
-// inMaintenance returns the UIDs of the pods that HAProxy does not send to.
-func (c *chaos) inMaintenance() (map[string]bool, error) {
-	text, err := get("http://" + c.gateway + ":8404/;csv")
-	if err != nil {
-		return nil, err
-	}
-	rows, err := csv.NewReader(strings.NewReader(strings.TrimPrefix(text, "# "))).ReadAll()
-	if err != nil || len(rows) == 0 {
-		return nil, fmt.Errorf("statistics of HAProxy: %w", err)
-	}
-	out, status := map[string]bool{}, slices.Index(rows[0], "status")
-	for _, row := range rows[1:] {
-		// ld-UID-IP-PORT, and a UID has 36 characters.
-		if uid, ok := strings.CutPrefix(row[1], "ld-"); ok && len(uid) > 36 && strings.HasPrefix(row[status], "MAINT") {
-			out[uid[:36]] = true
-		}
-	}
-	return out, nil
-}
-
 // unready returns the Services for which EndpointSlices list no ready endpoint. When an API server
 // was away for long, nodes and with them all pods count as not ready for a while.
 func (c *chaos) unready(ctx context.Context) (all []string) {
@@ -520,7 +482,7 @@ func (c *chaos) look(ctx context.Context) {
 			c.open(window{why: "no endpoint is ready", ways: ways, service: service, from: now.Add(-3 * time.Second),
 				to: now.Add(margin)})
 		}
-		maintenance, err := c.inMaintenance()
+		maintenance, err := inMaintenance(c.gateway)
 		nowTerminating, nowOut := map[string]time.Time{}, map[string]time.Time{}
 		since := func(before, now map[string]time.Time, uid string) time.Time {
 			if now[uid] = before[uid]; now[uid].IsZero() {

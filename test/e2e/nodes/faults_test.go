@@ -117,7 +117,7 @@ func (c *chaos) allKinds() []kind {
 		// While no coordinator is ready, windows of chaos.look say so.
 		process(kind{name: "all coordinators", targets: 1, group: "coordinators"}, "", anywhere("^/webhook ")),
 		process(kind{name: "HAProxy", targets: 1, loses: loses(directed...), over: func(context.Context, fault) error {
-			_, err := c.inMaintenance()
+			_, err := inMaintenance(c.gateway)
 			return err
 		}}, "", anywhere("^([^ ]*/)?haproxy ")),
 		process(kind{name: "the gateway's agent", targets: 1}, "", anywhere("^/agent --config=/config")),

@@ -298,6 +298,13 @@ func (l *lab) waited(t *testing.T, node string) float64 {
 // without the barrier.
 func (l *lab) testLivenessRestart(t *testing.T) {
 	const most = 3 * time.Second
+	// Without a readiness probe the pod stays ready during the restart. Gateways have another one in
+	// its Service.
+	routed := func(p *corev1.Pod) {
+		p.Labels["app"], p.Spec.Containers[0].ReadinessProbe = apps[1], nil
+	}
+	gateway, excluded := l.gatewayAddress(t), false
+	l.start(t, "lameduck", pod("other", "node-1", routed))
 	fails := func(p *corev1.Pod) {
 		p.Spec.Containers[0].LivenessProbe = &corev1.Probe{
 			InitialDelaySeconds: 4, PeriodSeconds: 1, FailureThreshold: 1,
@@ -320,7 +327,7 @@ func (l *lab) testLivenessRestart(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		lively, err := l.Kube.CoreV1().Pods(namespace).Create(t.Context(), pod("lively", "node-2", fails),
+		lively, err := l.Kube.CoreV1().Pods(namespace).Create(t.Context(), pod("lively", "node-2", routed, fails),
 			metav1.CreateOptions{})
 		if err != nil {
 			t.Fatal(err)
@@ -349,17 +356,30 @@ func (l *lab) testLivenessRestart(t *testing.T) {
 			if err == nil && (len(p.Status.ContainerStatuses) == 0 || p.Status.ContainerStatuses[0].RestartCount == 0) {
 				err = fmt.Errorf("not restarted")
 			}
+			out, _ := inMaintenance(gateway)
+			excluded = excluded || out[string(lively.UID)]
 			return err
 		})
 		if restarted := time.Since(killing); took[namespace] == 0 || restarted < took[namespace] {
 			took[namespace] = restarted
 		}
+		l.Await(t, 10*time.Second, "HAProxy, which routes the pod again", func() error {
+			out, err := inMaintenance(gateway)
+			if err == nil && out[string(lively.UID)] {
+				err = errors.New("it is in maintenance")
+			}
+			return err
+		})
 		l.kubectl(t, "delete", "pod", "-n", namespace, "lively", "--grace-period=1")
 	}
 	for try := 0; try == 0 || try < 4 && more() > most; try++ {
 		restart("unprotected")
 		restart("lameduck")
 	}
+	if !excluded {
+		t.Error("HAProxy has sent to the pod during its restart")
+	}
+	l.kubectl(t, "delete", "pod", "-n", "lameduck", "other", "--grace-period=1")
 	t.Logf("restarted after %.1f s, unprotected after %.1f s", took["lameduck"].Seconds(),
 		took["unprotected"].Seconds())
 	if more() > most {

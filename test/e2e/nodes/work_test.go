@@ -5,9 +5,12 @@ package nodes
 import (
 	"bytes"
 	_ "embed"
+	"encoding/csv"
 	"errors"
 	"fmt"
+	"io"
 	"maps"
+	"net/http"
 	"slices"
 	"strings"
 	"testing"
@@ -359,4 +362,39 @@ func (l *lab) gone(t *testing.T, namespace string, old map[string][]types.UID, l
 			return when, errors.New("pods are still there after " + limit.String())
 		}
 	}
+}
+
+var asks = &http.Client{Timeout: time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
+
+func get(url string) (string, error) {
+	response, err := asks.Get(url)
+	if err != nil {
+		return "", err
+	}
+	defer response.Body.Close()
+	text, err := io.ReadAll(response.Body)
+	if response.StatusCode != http.StatusOK {
+		err = fmt.Errorf("%s: %s", url, response.Status)
+	}
+	return string(text), err
+}
+
+// inMaintenance returns the UIDs of the pods that HAProxy, at an address, does not send to.
+func inMaintenance(gateway string) (map[string]bool, error) {
+	text, err := get("http://" + gateway + ":8404/;csv")
+	if err != nil {
+		return nil, err
+	}
+	rows, err := csv.NewReader(strings.NewReader(strings.TrimPrefix(text, "# "))).ReadAll()
+	if err != nil || len(rows) == 0 {
+		return nil, fmt.Errorf("statistics of HAProxy: %w", err)
+	}
+	out, status := map[string]bool{}, slices.Index(rows[0], "status")
+	for _, row := range rows[1:] {
+		// ld-UID-IP-PORT, and a UID has 36 characters.
+		if uid, ok := strings.CutPrefix(row[1], "ld-"); ok && len(uid) > 36 && strings.HasPrefix(row[status], "MAINT") {
+			out[uid[:36]] = true
+		}
+	}
+	return out, nil
 }
