@@ -298,8 +298,8 @@ func (l *lab) waited(t *testing.T, node string) float64 {
 // without the barrier.
 func (l *lab) testLivenessRestart(t *testing.T) {
 	const most = 3 * time.Second
-	// Without a readiness probe the pod stays ready during the restart. Gateways have another one in
-	// its Service.
+	// Without a readiness probe the pod stays ready during the restart. Its Service has another
+	// one, so that gateways can exclude it.
 	routed := func(p *corev1.Pod) {
 		p.Labels["app"], p.Spec.Containers[0].ReadinessProbe = apps[1], nil
 	}
