@@ -301,9 +301,12 @@ func (l *lab) testLivenessRestart(t *testing.T) {
 	// Without a readiness probe the pod stays ready during the restart. Its Service has another
 	// one, so that gateways can exclude it.
 	routed := func(p *corev1.Pod) {
-		p.Labels["app"], p.Spec.Containers[0].ReadinessProbe = apps[1], nil
+		p.Labels["app"] = apps[1]
+		p.Spec.Containers[0].ReadinessProbe = nil
+		p.Spec.Containers[0].Ports = []corev1.ContainerPort{{Name: "http", ContainerPort: 8080}}
 	}
-	gateway, excluded := l.gatewayAddress(t), false
+	gateway := l.gatewayAddress(t)
+	l.deploy(t, work{Namespace: "lameduck", Kind: "Deployment"}) // the Service alone
 	l.start(t, "lameduck", pod("other", "node-1", routed))
 	fails := func(p *corev1.Pod) {
 		p.Spec.Containers[0].LivenessProbe = &corev1.Probe{
@@ -356,8 +359,6 @@ func (l *lab) testLivenessRestart(t *testing.T) {
 			if err == nil && (len(p.Status.ContainerStatuses) == 0 || p.Status.ContainerStatuses[0].RestartCount == 0) {
 				err = fmt.Errorf("not restarted")
 			}
-			out, _ := inMaintenance(gateway)
-			excluded = excluded || out[string(lively.UID)]
 			return err
 		})
 		if restarted := time.Since(killing); took[namespace] == 0 || restarted < took[namespace] {
@@ -376,8 +377,9 @@ func (l *lab) testLivenessRestart(t *testing.T) {
 		restart("unprotected")
 		restart("lameduck")
 	}
-	if !excluded {
-		t.Error("HAProxy has sent to the pod during its restart")
+	logs := l.kubectl(t, "logs", "-n", "gateway", "deployment/gateway", "-c", "agent", "--since=2m")
+	if !strings.Contains(logs, `"msg":"exclusion","pod":"lameduck/lively"`) {
+		t.Error("HAProxy was not told of the restart")
 	}
 	l.kubectl(t, "delete", "pod", "-n", "lameduck", "other", "--grace-period=1")
 	t.Logf("restarted after %.1f s, unprotected after %.1f s", took["lameduck"].Seconds(),
@@ -580,13 +582,15 @@ func (l *lab) passed(t *testing.T, since time.Time, prefix string) ([]passed, er
 func (l *lab) replace(t *testing.T, namespace, name string) []passed {
 	t.Helper()
 	var pods []*corev1.Pod
+	remove := []string{"delete", "pods", "-n", namespace, "--timeout=60s"}
 	for _, m := range l.Set.Machines {
-		pods = append(pods, pod(name+"-"+m.Name, m.Name))
+		pods = append(pods, pod(name+"-"+m.Name, m.Name, func(p *corev1.Pod) { p.Labels["app"] = namespace }))
+		remove = append(remove, name+"-"+m.Name)
 	}
 	l.start(t, namespace, pods...)
 	l.age(t, namespace)
 	began := time.Now()
-	l.kubectl(t, "delete", "pods", "-n", namespace, "--all", "--timeout=60s")
+	l.kubectl(t, remove...)
 	var all []passed
 	l.Await(t, time.Minute, "what coordinators say of "+name, func() error {
 		var err error
@@ -603,6 +607,9 @@ func (l *lab) replace(t *testing.T, namespace, name string) []passed {
 func (l *lab) testScopes(t *testing.T) {
 	const namespace = "scopes"
 	l.namespace(t, namespace, map[string]string{"lameduck.io/mode": "enforce"})
+	// Without a Service no node has rules, and nothing is learned.
+	l.kubectl(t, "create", "service", "clusterip", namespace, "-n", namespace, "--tcp=80:8080")
+	l.start(t, namespace, pod("stays", "node-1", func(p *corev1.Pod) { p.Labels["app"] = namespace }))
 	check := func(what string, all []passed, least, most int, stated bool) {
 		t.Helper()
 		for _, one := range all {
@@ -618,6 +625,10 @@ func (l *lab) testScopes(t *testing.T) {
 	l.kubectl(t, "scale", "-n", system, "deployment/lameduck-webhook-1", "--replicas=0")
 	l.configure(t, object{"barrier": object{"ask": "quorum", "sampling": object{"size": 1, "learnFrom": 9}}})
 	check("quorum, nothing learnt yet", l.replace(t, namespace, "first"), 3, 3, false)
+	// A node that stopped before its agent was asked has taught nothing.
+	for range 2 {
+		l.replace(t, namespace, "more")
+	}
 	check("quorum", l.replace(t, namespace, "then"), 1, 2, true)
 	l.configure(t, object{"barrier": object{"ask": "local"}})
 	check("local", l.replace(t, namespace, "local"), 1, 1, false)
