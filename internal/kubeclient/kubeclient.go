@@ -5,13 +5,19 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"math/rand/v2"
+	"net/http"
 	"os"
+	"time"
 
+	utilnet "k8s.io/apimachinery/pkg/util/net"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/klog/v2"
 
 	"github.com/lameduck-io/lameduck/internal/cli"
+	"github.com/lameduck-io/lameduck/internal/signal"
 )
 
 // New returns a client named userAgent, and the configuration for others: that of kubeconfig, a
@@ -42,9 +48,46 @@ func New(kubeconfig, userAgent string) (kubernetes.Interface, *rest.Config, erro
 	// With client-go's 5 requests a second, source.Endpoints.Fresh fails for over 60 namespaces.
 	config.QPS, config.Burst = 200, 400
 	config.UserAgent = userAgent
+	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return patient{next} })
 	kube, err := kubernetes.NewForConfig(config)
 	if err != nil {
 		return nil, nil, fmt.Errorf("client for the API server: %w", err)
 	}
 	return kube, config, nil
 }
+
+const (
+	// againAfter and againSpread are the pause before a watch that found no API server is tried
+	// again: at least the first, and at most the sum.
+	againAfter  = time.Second
+	againSpread = 4 * time.Second
+	// againMost is how long it is tried until the caller sees the failure. After 2 minutes without
+	// one, client-go's pauses are short again.
+	againMost = 150 * time.Second
+)
+
+// patient tries watches again that find no API server. client-go's informers pause for up to a
+// minute after some failures. A gateway whose agent hears of endpoints that late sends requests to
+// old ones, or to none.
+type patient struct{ next http.RoundTripper }
+
+func (p patient) RoundTrip(r *http.Request) (*http.Response, error) {
+	began, said := time.Now(), false
+	for {
+		answer, err := p.next.RoundTrip(r)
+		if !utilnet.IsConnectionRefused(err) || r.URL.Query().Get("watch") == "" || time.Since(began) >= againMost {
+			return answer, err
+		}
+		if !said {
+			klog.FromContext(r.Context()).Info("the API server does not answer, a watch is tried again every 1 to 5 s",
+				"url", r.URL.Redacted(), "error", err.Error())
+			said = true
+		}
+		if !signal.Sleep(r.Context(), againAfter+rand.N(againSpread)) {
+			return answer, err
+		}
+	}
+}
+
+// WrappedRoundTripper is for client-go, which looks for the transport.
+func (p patient) WrappedRoundTripper() http.RoundTripper { return p.next }
