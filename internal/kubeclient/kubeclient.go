@@ -24,7 +24,7 @@ import (
 // file, or of the service account of this pod if that is empty. Call it before any other client is
 // made: a connection on which nothing has arrived for 10 s is asked for a sign of life, and given
 // up after another 10 s. With the defaults of Kubernetes, requests to an API server whose machine
-// is gone wait for 45 s.
+// is gone wait for 45 s. Watches that are refused are tried again, see patient.
 func New(kubeconfig, userAgent string) (kubernetes.Interface, *rest.Config, error) {
 	for _, name := range []string{"HTTP2_READ_IDLE_TIMEOUT_SECONDS", "HTTP2_PING_TIMEOUT_SECONDS"} {
 		// k8s.io/apimachinery/pkg/util/net reads both from the environment alone.
