@@ -18,8 +18,10 @@ import (
 	"testing"
 	"time"
 
+	discoveryv1 "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	apiwatch "k8s.io/apimachinery/pkg/watch"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/test/cluster/machine"
@@ -36,6 +38,9 @@ const (
 	// margin is how long after a fault, or after a deletion that did not wait, requests may be lost
 	// by it: EndpointSlices, a sync of kube-proxy, and 5 s of a request that hangs.
 	margin = 10 * time.Second
+	// pause is for how long kube-proxy may hear of nothing after an outage of the control plane:
+	// client-go doubles the time between two tries up to 30 s, and lengthens it by up to as much.
+	pause = time.Minute
 )
 
 // excuses are the reasons, of a deletion or of a hook, that say that not every gateway was waited
@@ -53,6 +58,7 @@ type window struct {
 	service  string
 	from, to time.Time // to is zero while it is open
 	fault    bool
+	outage   bool // of the control plane
 }
 
 // chaos is a lab in which things break by a schedule.
@@ -107,6 +113,9 @@ func TestChaos(t *testing.T) {
 	var looks sync.WaitGroup
 	looks.Go(func() { c.look(looking) })
 	looks.Go(func() { c.Keep(looking) })
+	for _, w := range c.works {
+		looks.Go(func() { c.watch(looking, w.Namespace) })
+	}
 	looks.Go(func() {
 		harness.WatchClock(looking, time.Second/2, func(from, to time.Time) {
 			c.open(window{why: "the computer stood still", ways: ways, from: from.Add(-5 * time.Second),
@@ -201,7 +210,7 @@ func (c *chaos) close(w *window, at time.Time) {
 func (c *chaos) strike(f fault) {
 	ctx, k := c.t.Context(), c.kinds[f.kind]
 	time.Sleep(time.Until(c.began.Add(f.at))) // the schedule has times
-	w := window{why: k.name, from: time.Now(), fault: true}
+	w := window{why: k.name, from: time.Now(), fault: true, outage: k.group == controlPlane}
 	if k.loses != nil {
 		w.ways = k.loses(f.target)
 	}
@@ -425,26 +434,64 @@ func is0(address, name string) error {
 	return err
 }
 
-// unready returns the Services for which EndpointSlices list no ready endpoint. When an API server
-// was away for long, nodes and with them all pods count as not ready for a while.
-func (c *chaos) unready(ctx context.Context) (all []string) {
-	for _, w := range c.works {
-		slices, err := c.Kube.DiscoveryV1().EndpointSlices(w.Namespace).List(ctx, metav1.ListOptions{})
-		ready := map[string]bool{}
-		for _, s := range slices.Items {
-			for _, e := range s.Endpoints {
-				if e.Conditions.Ready == nil || *e.Conditions.Ready {
-					ready[s.Labels["kubernetes.io/service-name"]] = true
-				}
-			}
+// watch opens windows for Services for which EndpointSlices list no ready endpoint. When an API
+// server was away for long, nodes and with them all pods count as not ready for a while.
+func (c *chaos) watch(ctx context.Context, namespace string) {
+	api := c.Kube.DiscoveryV1().EndpointSlices(namespace)
+	open := map[string]*window{}
+	look := func() error {
+		all, err := api.List(ctx, metav1.ListOptions{})
+		if err != nil {
+			return err
 		}
-		for _, app := range apps {
-			if err == nil && !ready[app] {
-				all = append(all, w.Namespace+"/"+app)
+		w, err := api.Watch(ctx, metav1.ListOptions{ResourceVersion: all.ResourceVersion})
+		if err != nil {
+			return err
+		}
+		defer w.Stop()
+		known := map[string]*discoveryv1.EndpointSlice{}
+		for i := range all.Items {
+			known[all.Items[i].Name] = &all.Items[i]
+		}
+		for {
+			c.unready(namespace, known, open)
+			e, ok := <-w.ResultChan()
+			s, isSlice := e.Object.(*discoveryv1.EndpointSlice)
+			if !ok || !isSlice {
+				return errors.New("the watch has ended")
+			}
+			if known[s.Name] = s; e.Type == apiwatch.Deleted {
+				delete(known, s.Name)
 			}
 		}
 	}
-	return all
+	for ctx.Err() == nil {
+		_ = look()
+		time.Sleep(200 * time.Millisecond) // between two tries
+	}
+}
+
+// unready opens windows for the Services of a namespace that have no ready endpoint, and closes
+// those of the others.
+func (c *chaos) unready(namespace string, all map[string]*discoveryv1.EndpointSlice, open map[string]*window) {
+	ready := map[string]bool{}
+	for _, s := range all {
+		for _, e := range s.Endpoints {
+			if e.Conditions.Ready == nil || *e.Conditions.Ready {
+				ready[s.Labels["kubernetes.io/service-name"]] = true
+			}
+		}
+	}
+	for _, app := range apps {
+		switch w, now := open[app], time.Now(); {
+		case !ready[app] && w == nil:
+			open[app] = c.open(window{why: "no endpoint is ready", ways: ways, service: namespace + "/" + app,
+				from: now.Add(-3 * time.Second)})
+		case ready[app] && w != nil:
+			c.close(w, now.Add(margin))
+			delete(open, app)
+		}
+	}
 }
 
 // look looks, once a second, for pods that terminate or are out of traffic for too long, and for
@@ -477,10 +524,6 @@ func (c *chaos) look(ctx context.Context) {
 		cancel()
 		if err != nil {
 			continue // nothing can be said
-		}
-		for _, service := range c.unready(ctx) {
-			c.open(window{why: "no endpoint is ready", ways: ways, service: service, from: now.Add(-3 * time.Second),
-				to: now.Add(margin)})
 		}
 		maintenance, err := inMaintenance(c.gateway)
 		nowTerminating, nowOut := map[string]time.Time{}, map[string]time.Time{}
@@ -587,10 +630,17 @@ func (c *chaos) judge(all *clients, clean time.Time) {
 		way string
 	}
 	var lost []failure
-	// An agent that is frozen cannot show its gateway the endpoints that become ready.
 	for _, w := range c.windows {
-		if w.service != "" {
-			c.prolong(w, w.to)
+		if w.service == "" {
+			continue
+		}
+		// An agent that is frozen cannot show its gateway the endpoints that become ready.
+		c.prolong(w, w.to)
+		for _, f := range c.windows {
+			to := f.to.Add(pause - margin) // f.to is margin later than the end of the fault
+			if f.outage && f.from.Before(w.to) && to.After(w.to) {
+				c.open(window{why: "kube-proxy pauses", ways: byKubeProxy, service: w.service, from: w.to, to: to})
+			}
 		}
 	}
 	explained, requests, end := map[string]int{}, map[string]int{}, time.Now()

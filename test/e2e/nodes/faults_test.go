@@ -90,6 +90,9 @@ var (
 // fullDisk is the name of the fault that fills the disk of the journal and of the servers file.
 const fullDisk = "fill the journal's disk"
 
+// controlPlane is the group of faults that take the API server, or its store, away.
+const controlPlane = "control plane"
+
 // active reports whether a fault of that name has not ended.
 func (c *chaos) active(name string) bool {
 	c.mu.Lock()
@@ -142,12 +145,12 @@ func (c *chaos) allKinds() []kind {
 			end: func(ctx context.Context, _ fault) error { return c.onGateway(ctx, "rm $d/full") },
 		},
 		{
-			name: "API server", targets: 1, group: "control plane",
+			name: "API server", targets: 1, group: controlPlane,
 			begin: func(context.Context, fault) error { c.KillAPIServer(); return nil },
 			end:   func(ctx context.Context, _ fault) error { return c.RestartAPIServer(ctx) },
 		},
 		{
-			name: "etcd", targets: 1, group: "control plane",
+			name: "etcd", targets: 1, group: controlPlane,
 			begin: func(context.Context, fault) error { c.KillEtcd(); return nil },
 			end:   func(ctx context.Context, _ fault) error { return c.RestartEtcd(ctx) },
 		},
