@@ -72,7 +72,7 @@ type Facts struct {
 	// BudgetBroken: the API server will refuse this eviction whatever is answered, because of the
 	// pod's PodDisruptionBudgets.
 	BudgetBroken bool
-	// Refused is how many drains of this UID were allowed within 10 minutes although the pod was
+	// Refused is how often within 10 minutes a deletion was allowed after a drain, and the pod was
 	// not deleted.
 	Refused int
 	// LastOf names a Service of the pod, if no other pod is ready and not terminating in any of its
@@ -247,10 +247,11 @@ var Table = []Row{
 		"the API server refuses it by itself: several PodDisruptionBudgets select it, or the status of its budget is " +
 			"out of range", nil},
 	{CoolOff, func(f Facts) bool { return f.Refused >= coolOffAfter }, warn,
-		"twice within 10 min gateways stopped routing to it and it was not deleted",
+		"twice within 10 min its deletion was allowed after a drain, and it was not deleted",
 		func(f Facts) string {
-			return fmt.Sprintf("deleted without asking gateways: they stopped routing to it %d times within "+
-				"%s, and each time something else kept the pod", f.Refused, RefusedWindow)
+			return fmt.Sprintf("deleted without asking gateways: after they had stopped routing to it, its "+
+				"deletion was allowed %d times within %s, and each time something else kept the pod", f.Refused,
+				RefusedWindow)
 		}},
 	{LastTarget, func(f Facts) bool { return f.LastOf != "" }, warn,
 		"no other pod of one of its Services is ready: it stays routed, since an outage must not begin early",

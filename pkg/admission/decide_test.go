@@ -80,7 +80,7 @@ func TestNoGatewayIsToldInObserve(t *testing.T) {
 func TestMessages(t *testing.T) {
 	for reason, want := range map[Reason]string{
 		Starting: "has just started", Cold: "no view of the cluster", Budget: violates + " no room",
-		CoolOff:    "they stopped routing to it 2 times within 10m0s",
+		CoolOff:    "deletion was allowed 2 times within 10m0s",
 		LastTarget: "no other pod of Service shop/web is ready",
 	} {
 		f := plain()

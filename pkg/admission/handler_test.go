@@ -229,7 +229,7 @@ func TestWarningsAndEventsOnlyWhenAbnormal(t *testing.T) {
 			w.status(drain.Released, drain.LastTarget, 0, true, nil)
 		}, true, "LastTarget",
 			"no other pod of one of its Services is ready", "LameduckLastTarget"},
-		"cool-off": {func(w *world) { w.ledger.refused = 2 }, true, "CoolOff", "they stopped routing to it 2 times",
+		"cool-off": {func(w *world) { w.ledger.refused = 2 }, true, "CoolOff", "deletion was allowed 2 times",
 			"LameduckCoolOff"},
 		"cold": {func(w *world) { w.cold = true }, true, "Cold", "no view of the cluster", "LameduckCold"},
 		"unreadable": {func(w *world) { w.reader.broken = "*v1.Namespace" }, true, "NoFacts",

@@ -67,10 +67,10 @@ type calls struct {
 	// inFlight counts those that are being held; lastAnswer is when the last one was answered.
 	inFlight   int
 	lastAnswer time.Time
-	// allowed: a call was allowed since the drain was opened. allowedAlive is when drains of this
-	// UID were allowed and abandoned nevertheless.
-	allowed      bool
-	allowedAlive []time.Time
+	// allowedAt is when a call was allowed first since the drain was opened, or since the pod was
+	// found to live on nevertheless. refused is when that was found, see Standing.Refused.
+	allowedAt time.Time
+	refused   []time.Time
 }
 
 // progress is the state of a drain when its status was last derived.
@@ -170,6 +170,9 @@ func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Sta
 		}
 	}
 	l.serve(d, services)
+	if d.open && now.Sub(d.allowedAt) > RequestLimit {
+		l.livesOn(now, d) // what was allowed has been carried out, or refused by something else
+	}
 	if place.Restart && d.open {
 		place.Is = d.place
 	}
@@ -254,7 +257,7 @@ func (l *Ledger) serve(d *drain, services []Service) {
 func (l *Ledger) begin(now time.Time, d *drain, since time.Time) {
 	l.enlist(d)
 	d.open, d.reason, d.begun, d.lastAnswer, d.former = true, ReasonNone, now, now, nil
-	d.quiescingAt, d.allowed, d.expired = time.Time{}, false, false
+	d.quiescingAt, d.allowedAt, d.expired = time.Time{}, time.Time{}, false
 	d.upTo, d.reached = nil, [2]bits{}
 	d.since = since
 	l.numbers++
@@ -272,7 +275,9 @@ func (l *Ledger) Hold(uid UID) (answered func(now time.Time, allowed bool)) {
 	return func(now time.Time, allowed bool) {
 		d.inFlight--
 		d.lastAnswer = now
-		d.allowed = d.allowed || allowed
+		if allowed && d.allowedAt.IsZero() {
+			d.allowedAt = now
+		}
 	}
 }
 
@@ -307,17 +312,22 @@ func (l *Ledger) NotTerminating(now time.Time, uid UID) bool {
 		return false
 	}
 	l.expire(now, d)
-	if d.allowed {
-		d.allowedAlive = slices.DeleteFunc(d.allowedAlive, func(at time.Time) bool {
-			return now.Sub(at) >= l.times.Memory
-		})
-		d.allowedAlive = append(d.allowedAlive, now)
-	}
+	l.livesOn(now, d)
 	if d.stopped.IsZero() {
 		d.spent = d.lastAnswer.Sub(d.since)
 	}
 	l.close(now, d, Abandoned)
 	return true
+}
+
+// livesOn records that the pod was not deleted although a call was allowed.
+func (l *Ledger) livesOn(now time.Time, d *drain) {
+	if d.allowedAt.IsZero() {
+		return
+	}
+	d.allowedAt = time.Time{}
+	d.refused = slices.DeleteFunc(d.refused, func(at time.Time) bool { return now.Sub(at) >= l.times.Memory })
+	d.refused = append(d.refused, now)
 }
 
 func (l *Ledger) mayBeAbandoned(now time.Time, d *drain) bool {

@@ -452,6 +452,24 @@ func TestRefusedCountsWhatWasAllowedInVain(t *testing.T) {
 	}
 }
 
+// A caller that asks steadily keeps its drain open. It counts as refused once for each time in
+// which a deletion that was allowed would have been carried out.
+func TestRefusedCountsAnswersToASteadyCaller(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.join("one", web)
+	for i := range 20 { // calls, one each 5 s
+		w.ask(p, web)
+		w.say("one", p, Idle)
+		w.Hold(p.UID)(w.now, i != 0)
+		// Allowed from 5 s on; found to be in vain at 40 s, and again at 75 s.
+		if got, want := w.refused(p.UID), map[bool]int{i >= 8: 1}[true]+map[bool]int{i >= 15: 1}[true]; got != want {
+			t.Fatalf("refused %d after %d s, want %d", got, 5*i, want)
+		}
+		w.pass(5 * time.Second)
+	}
+}
+
 // A replica that has never heard of a drain goes on from where the others are.
 func TestClockIsAdoptedFromOtherReplicas(t *testing.T) {
 	p := pod("a")

@@ -230,8 +230,9 @@ type Standing struct {
 	// Terminating reports whether the pod is being drained, here or by another replica, or
 	// terminating or deleted: agents that observe may know that before EndpointSlices show it.
 	Terminating bool
-	// Refused is when drains of the pod were allowed and abandoned nevertheless, at least for the
-	// last Times.Memory.
+	// Refused is when deletions of the pod that were allowed turned out to be refused by something
+	// else, at least for the last Times.Memory: the drain was abandoned, or a call asked again more
+	// than [RequestLimit] later.
 	Refused []time.Time
 }
 
@@ -246,7 +247,7 @@ func (l *Ledger) Pod(uid UID) (s Standing) {
 		s.Terminating = s.Terminating || d != nil && (d.open || d.reason == PodDeleted)
 	}
 	if d := of.drains[AtHold]; d != nil {
-		s.Refused = slices.Clone(d.allowedAlive)
+		s.Refused = slices.Clone(d.refused)
 		if d.open {
 			s.Draining, s.Queued = true, d.queued
 			if d.stopped.IsZero() {
