@@ -248,3 +248,52 @@ func TestASecondWebhookThatIsSlow(t *testing.T) {
 		})
 	}
 }
+
+// A caller comes back every 5 s, and each time another webhook refuses: as an eviction does while
+// KubeVirt migrates a virtual machine. The pod must get its traffic back meanwhile.
+func TestASecondWebhookThatAlwaysDenies(t *testing.T) {
+	t.Parallel()
+	s := open(t)
+	ns := harness.Namespace(t, s.Kube, "always-denied", nil)
+	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 2}); err != nil {
+		t.Fatal(err)
+	}
+	address, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: ns})
+	if err != nil {
+		t.Fatal(err)
+	}
+	slowWebhook(t, s, ns, 0, func() bool { return false })
+	requests := runClients(t, address, false)
+	pods, err := s.Pods(t.Context(), ns, "app=web")
+	if err != nil {
+		t.Fatal(err)
+	}
+	victim, began := pods[0].Name, time.Now()
+	ask := func(until time.Duration) {
+		for time.Since(began) < until {
+			err := s.Kube.CoreV1().Pods(ns).Delete(t.Context(), victim, metav1.DeleteOptions{})
+			if err == nil || !strings.Contains(err.Error(), "the other one says no") {
+				t.Fatalf("the deletion after %s: %v", time.Since(began), err)
+			}
+			settle(t, 5*time.Second)
+		}
+	}
+	ask(5 * time.Second)
+	requests.Mark("unrouted")
+	ask(60 * time.Second)
+	requests.Mark("meanwhile")
+	ask(130 * time.Second) // 75 s until it cools off, 45 s until its drain is abandoned
+	requests.Mark("routed")
+	ask(140 * time.Second)
+	got := requests.Stop()
+	if got.Failed > 0 || got.Total == 0 {
+		t.Errorf("%d of %d requests failed: %v\n%v", got.Failed, got.Total, got.FailedBy, got.Failures)
+	}
+	if n := served(t, got, "unrouted")[victim]; n > 0 {
+		t.Errorf("the pod has served %d requests after gateways stopped routing to it", n)
+	}
+	if n := served(t, got, "routed")[victim]; n == 0 {
+		t.Errorf("the pod has not got its traffic back: %v", fmt.Sprint(got.Phases))
+	}
+	noRaces(t, s, ns)
+}
