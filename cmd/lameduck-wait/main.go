@@ -12,7 +12,9 @@
 // a container's command, not in a hook's.
 //
 // If the agent does not answer, the wait ends at the bound at the latest: a missing answer never
-// keeps a pod. After the wait, only the container's own hook can make this program fail.
+// keeps a pod. The container's own hook runs then as well, and if that succeeds this program fails,
+// so that the kubelet writes an Event FailedPreStopHook: nothing else shows that the pod did not
+// wait.
 package main
 
 import (
@@ -32,8 +34,8 @@ func main() {
 }
 
 // Exit codes of lameduck-wait itself. Otherwise it exits with the code of the container's own hook.
-// exitUsage: its command line is invalid. exitFailed: it could not install itself, or could not run
-// the container's hook.
+// exitUsage: its command line is invalid. exitFailed: it could not install itself, got no answer
+// from the agent, or could not run the container's hook.
 const (
 	exitFailed = 1
 	exitUsage  = 2
@@ -65,9 +67,12 @@ func run(ctx context.Context, args []string, getenv func(string) string, stdout,
 		answer = "did not wait any longer: " + err.Error()
 	}
 	fmt.Fprintf(stdout, "lameduck-wait: %s (%.1fs)\n", answer, time.Since(began).Seconds())
-	code, err := own(ctx, o, stdout, stderr)
-	if err != nil {
-		fmt.Fprintln(stderr, "lameduck-wait:", err)
+	code, ownErr := own(ctx, o, stdout, stderr)
+	if ownErr != nil {
+		fmt.Fprintln(stderr, "lameduck-wait:", ownErr)
+	}
+	if err != nil && code == 0 {
+		return exitFailed
 	}
 	return code
 }

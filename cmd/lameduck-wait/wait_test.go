@@ -147,6 +147,7 @@ func TestTheHookGoesOn(t *testing.T) {
 }
 
 // The three kinds of hooks that it takes over.
+// Without an answer of the agent, the program fails even if the container's own hook does not.
 func TestOwnHook(t *testing.T) {
 	asked := make(chan *http.Request, 1)
 	app := agent(t, func(w http.ResponseWriter, r *http.Request) {
@@ -162,12 +163,12 @@ func TestOwnHook(t *testing.T) {
 		want string
 		took time.Duration
 	}{
-		{"none", nil, 0, "", 0},
-		{"sleep", []string{"--sleep=200ms"}, 0, "", 200 * time.Millisecond},
+		{"none", nil, exitFailed, "", 0},
+		{"sleep", []string{"--sleep=200ms"}, exitFailed, "", 200 * time.Millisecond},
 		{"http", []string{"--http-get=http://" + app + "/stop?now=yes", "--http-header=Host: here",
-			"--http-header=X-Why: pod stops"}, 0, "/stop?now=yes here pod stops", 0},
-		{"http without a path", []string{"--http-get=http://127.0.0.1:" + port + "/"}, 0, "/ 127.0.0.1:" + port + " ",
-			0},
+			"--http-header=X-Why: pod stops"}, exitFailed, "/stop?now=yes here pod stops", 0},
+		{"http without a path", []string{"--http-get=http://127.0.0.1:" + port + "/"}, exitFailed,
+			"/ 127.0.0.1:" + port + " ", 0},
 		{"http without a server", []string{"--http-get=http://" + closed + "/"}, 1, "", 0},
 		{"command that is not there", []string{"--", "/no/such/command"}, 127, "", 0},
 	} {
@@ -252,7 +253,7 @@ func TestInstall(t *testing.T) {
 	}
 	// It runs, from where it was put.
 	cmd, out := command(t, path, "--agent="+away(t), "--id=x", "--container=web")
-	if err := cmd(); err != nil || !strings.Contains(out.String(), "did not wait any longer") {
+	if err := cmd(); err == nil || !strings.Contains(out.String(), "did not wait any longer") {
 		t.Errorf("the installed program: %v, %s", err, out)
 	}
 	if code, out, _ := call(t, "--install="+filepath.Join(path, "not", "a", "directory")); code != exitFailed {
