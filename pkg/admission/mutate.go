@@ -20,8 +20,11 @@ import (
 )
 
 const (
-	enforceLabel  = "pod-security.kubernetes.io/enforce"
-	waitName      = keys.WaitContainer // and the name of the volume
+	enforceLabel = "pod-security.kubernetes.io/enforce"
+	waitName     = keys.WaitContainer // and the name of the volume
+	// safeVolumes is the annotation with the names of the volumes, separated by commas, that do not
+	// keep the cluster autoscaler from removing a pod's node. Any other emptyDir does.
+	safeVolumes   = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
 	waitDir       = "/lameduck"
 	waitProgram   = waitDir + "/lameduck-wait"
 	hostVariable  = "LAMEDUCK_HOST_IP"
@@ -510,14 +513,21 @@ func (m *mutator) annotate(covered bool) {
 		}
 		want[keys.BarrierUncovered] = strings.Join(names, ",")
 	}
+	all := []string{keys.BarrierID, keys.BarrierBound, keys.BarrierGrace, keys.BarrierUncovered}
+	if m.program {
+		safe := m.pod.Annotations[safeVolumes]
+		if !slices.Contains(strings.Split(safe, ","), waitName) {
+			safe = strings.TrimPrefix(safe+","+waitName, ",")
+		}
+		want[safeVolumes], all = safe, append(all, safeVolumes)
+	}
 	if m.pod.Annotations == nil {
 		if len(want) > 0 {
 			m.do("add", "/metadata/annotations", want)
 		}
 		return
 	}
-	for _, key := range []string{keys.BarrierID, keys.BarrierBound, keys.BarrierGrace,
-		keys.BarrierUncovered} {
+	for _, key := range all {
 		has, there := m.pod.Annotations[key]
 		value, wanted := want[key]
 		path := "/metadata/annotations/" + strings.ReplaceAll(key, "/", "~1")

@@ -425,6 +425,27 @@ func TestExecOnly(t *testing.T) {
 	}
 }
 
+// The cluster autoscaler does not remove the node of a pod with an emptyDir, unless an annotation
+// names the volume.
+func TestTheProgramsVolumeDoesNotKeepTheNode(t *testing.T) {
+	for had, want := range map[string]string{"": waitName, "cache": "cache," + waitName,
+		waitName + ",b": waitName + ",b"} {
+		pod := webPod(preStop(corev1.LifecycleHandler{Sleep: &corev1.SleepAction{Seconds: 5}}))
+		if had != "" {
+			pod.Annotations = map[string]string{safeVolumes: had}
+		}
+		for range 2 {
+			pod = apply(t, pod, mutate(pod, in(""), "THE-ID", testBarrier))
+		}
+		if got := pod.Annotations[safeVolumes]; got != want {
+			t.Errorf("the annotation was %q and is %q, want %q", had, got, want)
+		}
+	}
+	if pod := apply(t, webPod(), mutate(webPod(), in(""), "X", testBarrier)); pod.Annotations[safeVolumes] != "" {
+		t.Errorf("a pod without the program: %v", pod.Annotations)
+	}
+}
+
 // A private image is pulled with the Secrets that the coordinator is told of, besides those that
 // the pod has.
 func TestPullSecrets(t *testing.T) {
