@@ -13,14 +13,19 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"go.uber.org/goleak"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/kubernetes/fake"
+	kubetesting "k8s.io/client-go/testing"
 
 	"github.com/lameduck-io/lameduck/internal/agent/discovery"
 	"github.com/lameduck-io/lameduck/internal/coordinator"
@@ -311,6 +316,44 @@ func TestAnAgentThatNobodyCanAskIsNotReady(t *testing.T) {
 	cancel()
 	if err := <-ended; err != nil {
 		t.Error(err)
+	}
+}
+
+// During an update the former agent answers the readiness probe. A new one that cannot learn the
+// pods of its node must not count as available.
+func TestAnAgentThatCannotReplaceTheFormerOneEnds(t *testing.T) {
+	t.Parallel()
+	former, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer former.Close()
+	o := options{metrics: former.Addr().String(), nodeName: "n1"}
+	if o.kind, err = o.file.read([]byte(fmt.Sprintf("apiVersion: lameduck.io/v1alpha1\nkind: "+
+		"AgentConfiguration\ngateway: {kubeProxy: {}}\nwaitAddresses: [%q]\n", planes.FreeAddress(t))),
+		nil); err != nil {
+		t.Fatal(err)
+	}
+	kube := fake.NewClientset()
+	var forbidden atomic.Bool
+	kube.PrependReactor("list", "pods", func(kubetesting.Action) (bool, runtime.Object, error) {
+		return forbidden.Load(), nil, apierrors.NewForbidden(schema.GroupResource{Resource: "pods"}, "", nil)
+	})
+	run := func() error {
+		ctx, cancel := context.WithTimeout(t.Context(), succeedMost+time.Second)
+		defer cancel()
+		return runObserved(ctx, o, kube, nil, planes.NewFakeObserved(), slog.New(slog.DiscardHandler))
+	}
+	if err := run(); err != nil {
+		t.Errorf("one that knows its pods ends: %v", err)
+	}
+	forbidden.Store(true)
+	if err := run(); err == nil || !strings.Contains(err.Error(), "are not known after 4s") {
+		t.Errorf("one that may not list pods ends with %v", err)
+	}
+	former.Close()
+	if err := run(); err != nil {
+		t.Errorf("one that replaces none ends: %v", err)
 	}
 }
 

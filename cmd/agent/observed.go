@@ -39,6 +39,10 @@ const (
 	// startMost is how long an agent waits for its gateway to start before it connects to
 	// coordinators. It may ask at a wrong address, and the gateway send.
 	startMost = 5 * time.Minute
+	// succeedMost is how long an agent may take to learn the pods of its node while the one that it
+	// replaces answers the readiness probe in its place. It is shorter than minReadySeconds in the
+	// manifests, so that an update stops at agents that cannot do their work.
+	succeedMost = 4 * time.Second
 	// absentEvery is the interval at which the agent checks whether the gateway is absent.
 	absentEvery = 200 * time.Millisecond
 )
@@ -164,10 +168,24 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 	})
 	// Not shared, so that probes always reach the same agent. During an update that is the old
 	// agent until it ends.
-	opsTask, err := listen.Address{Address: o.metrics, Log: log}.Task(opsServer(ops, log))
+	alone := make(chan struct{})
+	opsTask, err := listen.Address{Address: o.metrics, Got: func() { close(alone) }, Log: log}.Task(opsServer(ops, log))
 	if err != nil {
 		return fmt.Errorf("listen: %w", err)
 	}
+	tasks = append(tasks, serve.Task{Name: "succession", Run: func(ctx context.Context) error {
+		select {
+		case <-alone:
+		case <-ctx.Done():
+		case <-time.After(succeedMost):
+			if onNode && !pods.Synced() {
+				return fmt.Errorf("the pods of this node are not known after %s, and another agent answers at %s: "+
+					"this one ends, so that it does not replace that one", succeedMost, o.metrics)
+			}
+		}
+		<-ctx.Done()
+		return nil
+	}})
 	log.Info("started", "metrics", o.metrics, "hooks", o.file.WaitAddresses, "node", o.nodeName)
 	return serve.All(ctx, append(tasks, opsTask)...)
 }

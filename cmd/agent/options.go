@@ -8,6 +8,7 @@ import (
 	"io"
 	"io/fs"
 	"log/slog"
+	"net"
 	"os"
 	"time"
 
@@ -240,6 +241,9 @@ func (f *file) check() (gateway.Kind, error) {
 	for i, a := range f.WaitAddresses {
 		err := cli.HostPort(a)
 		must(err == nil, "waitAddresses[%d] %q: must be host:port: %v", i, a, err)
+		host, _, _ := net.SplitHostPort(a)
+		must(err != nil || host != "", "waitAddresses[%d] %q: has no host: hooks are answered at addresses of the "+
+			"node only", i, a)
 	}
 	key, kind, err := f.Gateway.Kind()
 	if err != nil {

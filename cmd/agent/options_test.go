@@ -318,6 +318,8 @@ func TestANodeAgentsFile(t *testing.T) {
 	mustRefuse(t, []string{"--config", write(t, dir, nodeFile)}, getenv, "--node-name")
 	mustRefuse(t, []string{"--config", write(t, dir, strings.Replace(nodeFile, "127.0.0.1:9447", "nowhere", 1)),
 		"--node-name=n1"}, getenv, "waitAddresses[0]", "nowhere")
+	mustRefuse(t, []string{"--config", write(t, dir, strings.Replace(nodeFile, "127.0.0.1:9447", "[]:9447", 1)),
+		"--node-name=n1"}, getenv, "waitAddresses[0]", "no host")
 	mustRefuse(t, []string{"--config", write(t, dir,
 		strings.Replace(good, "gateway:\n", "gateway:\n  kubeProxy: {}\n", 1))}, getenv,
 		"exactly one of haproxy, kubeProxy")
