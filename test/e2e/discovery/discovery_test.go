@@ -3,6 +3,7 @@
 package discovery
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -216,8 +217,8 @@ func podMonitors(t *testing.T, discovery string) (jobs string) {
 				PodMetricsEndpoints []struct {
 					Port        *string
 					Relabelings []struct {
-						SourceLabels             []string
-						TargetLabel, Replacement string
+						SourceLabels                    []string
+						TargetLabel, Regex, Replacement string
 					}
 				}
 			}
@@ -252,7 +253,7 @@ func podMonitors(t *testing.T, discovery string) (jobs string) {
 		}
 		for _, r := range endpoint.Relabelings {
 			all = append(all, relabeling{"source_labels": r.SourceLabels, "target_label": r.TargetLabel,
-				"replacement": r.Replacement})
+				"regex": cmp.Or(r.Regex, "(.*)"), "replacement": r.Replacement})
 		}
 		found := discovery
 		if names := spec.NamespaceSelector.MatchNames; len(names) > 0 {
