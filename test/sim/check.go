@@ -489,7 +489,8 @@ func (c *coord) expired(s drain.Status) {
 	}
 }
 
-// noteSilent records who has let drains expire at another replica, as that has told.
+// noteSilent records who has let drains expire at another replica, as that has told. It counts no
+// strikes of an agent that has connected here and never there.
 func (c *coord) noteSilent(silent []drain.Silence) {
 	for _, s := range silent {
 		quiet := c.silence[s.Agent]
@@ -498,7 +499,8 @@ func (c *coord) noteSilent(silent []drain.Silence) {
 			continue
 		}
 		quiet.endedAt = min(quiet.endedAt, since)
-		if quiet.spokeAt >= since {
+		connected := c.heard[s.Agent] != nil || c.lost[s.Agent] > 0 // now, or once
+		if quiet.spokeAt >= since || connected && !s.Met {
 			continue
 		}
 		if s.Strikes >= drain.StrikesOut && quiet.expired < drain.StrikesOut {
