@@ -253,7 +253,12 @@ func inspect(ctx context.Context, o options, kube kubernetes.Interface, f *check
 		}
 	}
 	e.Unserved = errors.New("it has no coordinator")
-	for _, r := range all {
+	for i, r := range all {
+		// Of several that serve an entry, one that has not answered would use up the time of the
+		// others.
+		if ordinal < 0 && i < len(f.Coordinators) && f.Coordinators[i].Err != nil {
+			continue
+		}
 		if of := r.pod.Labels[ordinalLabel]; e.Chain == nil && (ordinal < 0 || of == strconv.Itoa(ordinal)) {
 			e.Chain, e.Unserved = certificateOf(ctx, o, r, portOf(r.pod, "admission", admissionPort), e.Host())
 		}

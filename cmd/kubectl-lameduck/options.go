@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/spf13/pflag"
+	_ "k8s.io/client-go/plugin/pkg/client/auth" // kubeconfigs with auth-provider, as kubectl reads them
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 

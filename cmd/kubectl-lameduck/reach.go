@@ -37,6 +37,8 @@ type replica struct {
 	pod   *corev1.Pod
 	ready bool
 	http  *http.Client
+	// away is why its pod does not run. Nil: it runs.
+	away error
 	// dial opens a connection to a port of the pod.
 	dial  func(ctx context.Context, port int) (net.Conn, error)
 	close func()
@@ -76,17 +78,21 @@ func find(ctx context.Context, o options, kube kubernetes.Interface) (replicas, 
 	var all replicas
 	var why []string
 	for _, pod := range pods {
-		if pod.Status.Phase == corev1.PodRunning {
-			all = append(all, reach(o, kube, &pod))
-		} else {
+		r := reach(o, kube, &pod)
+		if pod.Status.Phase != corev1.PodRunning {
 			why = append(why, pod.Name+": "+check.Why(&pod))
+			r.away = fmt.Errorf("coordinator %s does not run: %s", pod.Name, check.Why(&pod))
+		}
+		// After the shutdown of a node, pods that have ended stay listed.
+		if pod.Status.Phase != corev1.PodSucceeded && pod.Status.Phase != corev1.PodFailed {
+			all = append(all, r)
 		}
 	}
 	switch {
 	case len(pods) == 0:
 		return nil, fmt.Errorf("Lameduck is not installed in namespace %s: no pod has the labels %s "+
 			"(--lameduck-namespace, --lameduck-selector)", o.system, o.selector)
-	case len(all) == 0:
+	case len(why) == len(pods):
 		return nil, fmt.Errorf("none of the %d pods of Lameduck's coordinators in namespace %s is running: %s",
 			len(pods), o.system, strings.Join(why, "; "))
 	}
@@ -228,6 +234,9 @@ var errNotFound = errors.New("not found")
 // get sends a GET request to the coordinator and decodes the JSON answer into into. Its error wraps
 // errNotFound if explain's pod does not exist.
 func (r *replica) get(ctx context.Context, path string, into any) error {
+	if r.away != nil {
+		return r.away
+	}
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://localhost"+path, nil)
 	if err != nil {
 		return err

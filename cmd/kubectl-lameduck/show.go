@@ -399,7 +399,9 @@ func explain(ctx context.Context, o options, kube kubernetes.Interface, all repl
 		operation = "evict"
 	}
 	answers, err := ask[api.Explanation](ctx, o, all, api.ExplainPath+"/"+o.namespace+"/"+o.pod+"?operation="+operation)
-	if errors.Is(err, errNotFound) {
+	if err != nil && slices.ContainsFunc(answers, func(a answer[api.Explanation]) bool {
+		return errors.Is(a.err, errNotFound)
+	}) {
 		return fmt.Errorf("no pod %s in namespace %s, as far as Lameduck's coordinators know", o.pod, o.namespace)
 	}
 	if err != nil {

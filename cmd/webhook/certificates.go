@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"math"
 	"os"
 	"path/filepath"
 	"time"
@@ -98,6 +99,15 @@ func newServingTLS(o options, kube kubernetes.Interface, metrics *admission.Metr
 	}
 	if made.Bundle || made.AdmitPath != "" {
 		p.ready = keeper.Ready
+		registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "lameduck_webhook_entries",
+			Help: "Entries of the webhook configuration; 0 if it does not exist, NaN until it was read.",
+		}, func() float64 {
+			if n := keeper.Entries(); n >= 0 {
+				return float64(n)
+			}
+			return math.NaN()
+		}))
 		tasks = append(tasks, serve.Task{Name: "keeper", Run: keeper.Run})
 	}
 	tasks = append(tasks, serve.Task{Name: "door", Run: p.door.Run})

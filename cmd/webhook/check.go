@@ -6,6 +6,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"slices"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -43,24 +44,30 @@ func check(ctx context.Context, args []string, getenv func(string) string, out i
 	}
 	ctx, cancel := context.WithTimeout(ctx, max(*wait, checkEvery))
 	defer cancel()
-	var why error
-	for n := 0; n < *entries; {
-		answer, err := entry.Ask(ctx, kube, *namespace, n)
-		switch {
-		case err == nil:
-			fmt.Fprintf(out, "pods-%d.lameduck.io: %s\n", n, answer)
-			n, why = n+1, nil
-			continue
-		case apierrors.IsForbidden(err):
-			return err // a missing right: trying again does not help
-		case why == nil || ctx.Err() == nil && errors.Is(err, entry.ErrNotAsked):
-			why = err
+	proved, whys := make([]bool, *entries), make([]error, *entries)
+	for {
+		// Those that have answered are asked again: while only one that fails were called, an alert
+		// would say that all of them do.
+		for n := range *entries {
+			answer, err := entry.Ask(ctx, kube, *namespace, n)
+			switch {
+			case err == nil && !proved[n]:
+				fmt.Fprintf(out, "pods-%d.lameduck.io: %s\n", n, answer)
+				proved[n] = true
+			case apierrors.IsForbidden(err):
+				return err // a missing right: trying again does not help
+			case err != nil && (whys[n] == nil || ctx.Err() == nil && errors.Is(err, entry.ErrNotAsked)):
+				whys[n] = err
+			}
+		}
+		n := slices.Index(proved, false)
+		if n < 0 {
+			return nil
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("pods-%d.lameduck.io, within %s: %w", n, *wait, why)
+			return fmt.Errorf("pods-%d.lameduck.io, within %s: %w", n, *wait, whys[n])
 		case <-time.After(checkEvery):
 		}
 	}
-	return nil
 }

@@ -89,6 +89,7 @@ type Keeper struct {
 	// one.
 	serving atomic.Pointer[[]*tls.Certificate]
 	trusted atomic.Pointer[[]byte]
+	entries atomic.Int64
 	// secret is the secret of the current set. A change of it is logged.
 	secret string
 	// told is this replica's CA when the ConfigMap last had it. other is since when the ConfigMap
@@ -99,7 +100,9 @@ type Keeper struct {
 
 // New returns a Keeper that has nothing to serve until it has run for a moment.
 func New(o Options) *Keeper {
-	return &Keeper{Options: o, wake: signal.New(), pace: rate.NewLimiter(rate.Every(lookPace), lookBurst)}
+	k := &Keeper{Options: o, wake: signal.New(), pace: rate.NewLimiter(rate.Every(lookPace), lookBurst)}
+	k.entries.Store(-1)
+	return k
 }
 
 var errNone = errors.New("there is no certificate yet: the Secret could not be read or written")
@@ -134,6 +137,10 @@ func (k *Keeper) Trusted() []byte {
 	}
 	return nil
 }
+
+// Entries returns how many webhooks the ValidatingWebhookConfiguration has: 0 if it does not exist.
+// Negative: it was not read yet.
+func (k *Keeper) Entries() int { return int(k.entries.Load()) }
 
 // Run renews and publishes until ctx is done. It retries a step that fails, and continues to serve
 // the present certificate.
@@ -308,9 +315,13 @@ func (k *Keeper) publish(ctx context.Context, s State, write bool) (known bool, 
 			for i := range of.Webhooks {
 				same = k.direct(&of.Webhooks[i].ClientConfig, k.AdmitPath, s) && same
 			}
+			k.entries.Store(int64(len(of.Webhooks)))
 			return same
 		})
-	if err != nil && !apierrors.IsNotFound(err) {
+	switch {
+	case apierrors.IsNotFound(err):
+		k.entries.Store(0)
+	case err != nil:
 		return false, err
 	}
 	mutating, err := agree(ctx, "MutatingWebhookConfiguration", k.WebhookConfiguration, write,

@@ -105,6 +105,9 @@ func TestEverythingIsWrittenAndKept(t *testing.T) {
 			}
 		}
 		check("at first")
+		if n := k.Entries(); n != 2 {
+			t.Errorf("%d entries, want 2", n)
+		}
 		// Another client overwrites it; without watches that is seen within a minute.
 		empty := installed()[2].(*admissionv1.ValidatingWebhookConfiguration)
 		if _, err := kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Update(t.Context(), empty,
@@ -119,6 +122,9 @@ func TestEverythingIsWrittenAndKept(t *testing.T) {
 			t.Fatal(err)
 		}
 		time.Sleep(2 * lookEvery)
+		if n := k.Entries(); n != 0 {
+			t.Errorf("%d entries after break glass", n)
+		}
 		if _, err := kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Create(t.Context(), empty,
 			metav1.CreateOptions{}); err != nil {
 			t.Fatal(err)

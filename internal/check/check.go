@@ -330,7 +330,7 @@ func (f Facts) entries(add adder) {
 			add(Error, e.String(), "set barrier.execOnly in ConfigMap "+f.System+"/lameduck-coordinator "+
 				"(config.barrier.execOnly of the chart), then restart the coordinators", "%v", e.Silent)
 		case e.Silent != nil:
-			add(Error, e.String(), "kubectl -n "+f.System+" logs -l "+f.Labels, "%v", e.Silent)
+			add(Error, e.String(), "kubectl -n "+f.System+" logs --tail=-1 -l "+f.Labels, "%v", e.Silent)
 		}
 		f.certificate(add, e, name, restart)
 	}
@@ -563,7 +563,12 @@ func (f Facts) agents(add adder) {
 		logs := "kubectl -n " + namespace + " logs " + pod + " --all-containers"
 		switch a.State {
 		case "missing":
-			add(Error, "agent "+a.Name, logs, "it is not connected to each coordinator: deletions wait for it in vain")
+			says := "deletions wait for it in vain"
+			if !a.Ready {
+				says = "its pod is not ready, so deletions do not wait for it, and its gateway may still send to " +
+					"pods that stop"
+			}
+			add(Error, "agent "+a.Name, logs, "it is not connected to each coordinator: %s", says)
 		case "suspended":
 			add(Error, "agent "+a.Name, logs,
 				"it let three drains expire and is not waited for until it acknowledges one")
@@ -577,12 +582,12 @@ func (f Facts) coverage(add adder) {
 	switch {
 	case c == nil:
 		if slices.ContainsFunc(f.Coordinators, func(c Coordinator) bool { return c.Err == nil }) {
-			add(Unknown, "coverage", "a longer --timeout, or kubectl -n "+f.System+" logs -l "+f.Labels,
+			add(Unknown, "coverage", "a longer --timeout, or kubectl -n "+f.System+" logs --tail=-1 -l "+f.Labels,
 				"no coordinator has reported which consumers are not waited for")
 		}
 		return
 	case c.Error != "":
-		add(Unknown, "coverage", "kubectl -n "+f.System+" logs -l "+f.Labels,
+		add(Unknown, "coverage", "kubectl -n "+f.System+" logs --tail=-1 -l "+f.Labels,
 			"coordinators could not read all of it: %s", c.Error)
 	}
 	for _, i := range c.Items[:min(len(c.Items), named)] {

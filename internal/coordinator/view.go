@@ -373,6 +373,8 @@ func (c *Coordinator) agent(k drain.AgentInfo) api.Agent {
 		a.State = api.AgentSuspended
 	case k.Connected:
 		a.State = api.AgentConnected
+	case k.Expected && k.Pending:
+		a.State = api.AgentStarting
 	case k.Expected:
 		a.State = api.AgentMissing
 	default:

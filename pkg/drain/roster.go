@@ -237,7 +237,7 @@ func (r *roster) routes(a *agent, d *drain) bool {
 // recount updates the counts for a.
 func (r *roster) recount(a *agent) {
 	expected := a.listed && !a.left
-	missing := expected && a.session == 0
+	missing := expected && a.session == 0 && !a.Pending
 	r.total.Expected += number(expected) - number(a.countedExpected)
 	r.total.Missing += number(missing) - number(a.countedMissing)
 	a.countedExpected, a.countedMissing = expected, missing

@@ -117,7 +117,9 @@ type AgentInfo struct {
 	Name string
 	// Expected: the API lists it. Ready and Label are from there.
 	Expected, Ready bool
-	Label           Label
+	// Pending: its containers have not started yet, so it routes nothing.
+	Pending bool
+	Label   Label
 	// Connected reports whether it has a session here. Otherwise Lost is when its last session
 	// ended or, if it never connected, when the API first listed it.
 	Connected bool
@@ -147,8 +149,9 @@ func (l *Ledger) Agent(id AgentID) AgentInfo {
 
 func (a *agent) known() AgentInfo {
 	k := AgentInfo{
-		ID: a.ID, Name: a.Name, Expected: a.listed, Ready: a.Ready, Label: a.Label, Connected: a.session != 0,
-		Declared: a.declared, Routes: a.routes, Population: a.population, Left: a.left, Suspended: a.breaker.open,
+		ID: a.ID, Name: a.Name, Expected: a.listed, Ready: a.Ready, Pending: a.Pending, Label: a.Label,
+		Connected: a.session != 0, Declared: a.declared, Routes: a.routes, Population: a.population, Left: a.left,
+		Suspended: a.breaker.open,
 	}
 	if !k.Connected {
 		k.Lost = a.lostAt

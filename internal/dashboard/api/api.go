@@ -211,6 +211,8 @@ const (
 	AgentConnected = "connected"
 	// AgentMissing: the API server lists it, and it has no connection here.
 	AgentMissing = "missing"
+	// AgentStarting: as AgentMissing, and its containers have not started: it routes nothing.
+	AgentStarting = "starting"
 	// AgentGone: it has no stream here, and the API server does not list it.
 	AgentGone = "gone"
 	// AgentSuspended: it is not waited for.

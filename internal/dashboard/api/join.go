@@ -10,7 +10,7 @@ import (
 // that operators should see first. reportStates begin with the state that is least far.
 var (
 	phases       = []string{"Queued", "Unrouting", "Quiescing", "Released"}
-	agentStates  = []string{AgentSuspended, AgentMissing, AgentConnected, AgentLeft, AgentGone}
+	agentStates  = []string{AgentSuspended, AgentMissing, AgentStarting, AgentConnected, AgentLeft, AgentGone}
 	reportStates = []string{"unknown", "routing", "kept", "removed", "idle"}
 )
 

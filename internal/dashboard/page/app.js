@@ -636,7 +636,7 @@ function plot(all) {
 }
 
 const agentStates = {
-  connected: ['good', 'connected'], missing: ['bad', 'missing'], suspended: ['bad', 'suspended'], left: ['', 'has left'], gone: ['', 'gone'],
+  connected: ['good', 'connected'], missing: ['bad', 'missing'], starting: ['', 'starting'], suspended: ['bad', 'suspended'], left: ['', 'has left'], gone: ['', 'gone'],
 };
 
 function drawAgents(v) {
