@@ -112,8 +112,13 @@ type host struct {
 			Address string `json:"address"`
 			Port    uint16 `json:"port_value"`
 		} `json:"socket_address"`
+		// Internal: what Istio's gateways have for pods of an ambient mesh, by ADDRESS:PORT.
+		Internal struct {
+			Endpoint string `json:"endpoint_id"`
+		} `json:"envoy_internal_address"`
 	} `json:"address"`
-	Stats []struct {
+	Hostname string `json:"hostname"` // what Envoy has resolved to the address
+	Stats    []struct {
 		Name  string `json:"name"`
 		Value string `json:"value"` // absent: 0
 	} `json:"stats"`
@@ -193,12 +198,18 @@ func (r *reader) read(get func(path string, into any) error) ([]poll.Host, error
 	hosts := []poll.Host{}
 	for _, cluster := range c.Statuses {
 		for _, h := range cluster.Hosts {
-			address, err := netip.ParseAddr(h.Address.Socket.Address)
-			if err != nil { // a name, or "": a pipe or an internal listener
-				hosts = append(hosts, poll.Host{Name: h.Address.Socket.Address})
-				continue
+			if _, err := netip.ParseAddr(h.Hostname); err != nil && h.Hostname != "" {
+				hosts = append(hosts, poll.Host{Name: h.Hostname}) // its address may be a Service's
 			}
-			is := poll.Host{Target: netip.AddrPortFrom(address.Unmap(), h.Address.Socket.Port), State: health.Routing}
+			address, err := netip.ParseAddr(h.Address.Socket.Address)
+			target := netip.AddrPortFrom(address.Unmap(), h.Address.Socket.Port)
+			if err != nil {
+				if target, err = netip.ParseAddrPort(h.Address.Internal.Endpoint); err != nil {
+					hosts = append(hosts, poll.Host{Name: h.Address.Socket.Address}) // "": a pipe
+					continue
+				}
+			}
+			is := poll.Host{Target: target, State: health.Routing}
 			is.Active, is.Open, is.Counted = h.active()
 			if h.out() {
 				if now := time.Now(); now.Sub(r.at) > settle/4 {

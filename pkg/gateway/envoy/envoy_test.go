@@ -397,6 +397,13 @@ func TestRead(t *testing.T) {
 		},
 		"a name": {live, cluster(`{"address": {"socket_address": {"address": "web.shop"}}}`), configs,
 			"[{invalid AddrPort unknown false 0 0 0s 0s web.shop}]"},
+		"a name that Envoy has resolved, as of a Service": {live, cluster(`{"address": {"socket_address": {"address":
+			"10.96.0.7", "port_value": 80}}, "hostname": "web.shop", "health_status": {"eds_health_status":
+			"HEALTHY"}}`), configs,
+			"[{invalid AddrPort unknown false 0 0 0s 0s web.shop} {10.96.0.7:80 routing false 0 0 0s 0s }]"},
+		"a pod of Istio's ambient mesh": {live, cluster(`{"address": {"envoy_internal_address": {
+			"server_listener_name": "connect_originate", "endpoint_id": "10.0.0.5:8080"}}, "health_status": {
+			"eds_health_status": "HEALTHY"}}`), configs, "[{10.0.0.5:8080 routing false 0 0 0s 0s }]"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			answers := map[string]string{
