@@ -91,8 +91,13 @@ func (l *Ledger) expire(now time.Time, d *drain) {
 	said := l.reportsOn(d)
 	for _, w := range s.Waiting {
 		a := l.agents[w.Agent]
-		if r := said[a.slot]; r != nil && r.State >= Removed && l.fresh(now, r) {
-			continue // it has answered: that the answer does not count yet for a young pod is not its fault
+		if r := said[a.slot]; r != nil && l.fresh(now, r) {
+			switch {
+			case r.State >= Removed:
+				continue // that its answer does not count yet for a young pod is not its fault
+			case r.State == Routing && d.gate == AtBarrier && a.gateOf(d) == AtBarrier && !a.sampled():
+				continue // its gateway may keep a pod for as long as it is listed, for sticky clients
+			}
 		}
 		if d.gate == AtBarrier && a.sampled() && w.Connected && w.State < Removed {
 			l.learnt.add(l.length(d)) // its gateway takes at least that long

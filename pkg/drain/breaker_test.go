@@ -531,6 +531,41 @@ func TestWhoIsNotBelievedOfAYoungPodIsNotToBlame(t *testing.T) {
 	w.wantSuspensions("-node-2")
 }
 
+// Traefik keeps a pod of a sticky Service until its endpoint is gone, which is when the hook has
+// ended. Its agent says so, and must still be waited for by the pods of other Services.
+func TestAGatewayThatTrulyRoutesOnIsNotSuspended(t *testing.T) {
+	w := newWorld(t)
+	w.observe("node-1")
+	w.sessions["traefik"] = w.Connect(w.now, "traefik", Hello{Observes: true})
+	w.observeAs("traefik", "edge/traefik")
+	for i := range 4 {
+		p := pod(fmt.Sprint("sticky-", i))
+		w.open(p, "node-1")
+		for range 30 {
+			w.see("node-1", p, Idle, true)
+			w.see("traefik", p, Routing, false)
+			w.pass(time.Second)
+			w.Tick(w.now)
+		}
+		w.wantBarrier(p, "Released Deadline traefik:routing")
+		w.GatePassed(w.now, AtBarrier, p.UID)
+	}
+	w.wantSuspensions()
+	// Silence, and not to know, are not answers.
+	for i := range 3 {
+		p := pod(fmt.Sprint("silent-", i))
+		w.open(p, "node-1")
+		w.see("traefik", p, Routing, false)
+		for range 30 {
+			w.see("node-1", p, Idle, true)
+			w.pass(time.Second)
+			w.Tick(w.now)
+		}
+		w.GatePassed(w.now, AtBarrier, p.UID)
+	}
+	w.wantSuspensions("-traefik")
+}
+
 // The first agents of a cluster have a wrong CA bundle, or a NetworkPolicy keeps them from the
 // coordinator: their pods are ready, and they never connect. They have not declared, so they may
 // route everything, and every deletion in the cluster waits for them.
