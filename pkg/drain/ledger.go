@@ -170,8 +170,10 @@ func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Sta
 		}
 	}
 	l.serve(d, services)
-	if d.open && now.Sub(d.allowedAt) > RequestLimit {
-		l.livesOn(now, d) // what was allowed has been carried out, or refused by something else
+	// What was allowed has been carried out by then, or refused: by something else, because another
+	// replica denies until its deadline at most.
+	if d.open && now.Sub(d.allowedAt) > max(RequestLimit, l.times.Deadline+l.times.Hold) {
+		l.livesOn(now, d)
 	}
 	if place.Restart && d.open {
 		place.Is = d.place

@@ -470,6 +470,26 @@ func TestRefusedCountsAnswersToASteadyCaller(t *testing.T) {
 	}
 }
 
+// Another replica may deny until its deadline. If this one took that for a refusal by something
+// else, the pod would be routed again when the other one allows.
+func TestRefusedDoesNotCountTheDeadlineOfAnotherReplica(t *testing.T) {
+	w := newWorld(t)
+	times := DefaultTimes()
+	times.Webhook, times.Hold, times.Deadline = 12*time.Second, 10*time.Second, 120*time.Second
+	w.Ledger = NewLedger(times, ScopeAuto, DefaultSampling())
+	p := pod("a")
+	w.join("one", web)
+	for at := time.Duration(0); at <= 140*time.Second; at += 5 * time.Second {
+		w.ask(p, web)
+		if got, want := w.refused(p.UID), number(at > 130*time.Second); got != want {
+			t.Fatalf("refused %d after %s, want %d", got, at, want)
+		}
+		w.say("one", p, Idle)
+		w.Hold(p.UID)(w.now, true)
+		w.pass(5 * time.Second)
+	}
+}
+
 // A replica that has never heard of a drain goes on from where the others are.
 func TestClockIsAdoptedFromOtherReplicas(t *testing.T) {
 	p := pod("a")

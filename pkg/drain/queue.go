@@ -231,8 +231,8 @@ type Standing struct {
 	// terminating or deleted: agents that observe may know that before EndpointSlices show it.
 	Terminating bool
 	// Refused is when deletions of the pod that were allowed turned out to be refused by something
-	// else, at least for the last Times.Memory: the drain was abandoned, or a call asked again more
-	// than [RequestLimit] later.
+	// else, at least for the last Times.Memory: their drain was abandoned, or a call asked again
+	// after the time that an allow may take.
 	Refused []time.Time
 }
 
