@@ -12,9 +12,9 @@
 // a container's command, not in a hook's.
 //
 // If the agent does not answer, the wait ends at the bound at the latest: a missing answer never
-// keeps a pod. The container's own hook runs then as well, and if that succeeds this program fails,
-// so that the kubelet writes an Event FailedPreStopHook: nothing else shows that the pod did not
-// wait.
+// keeps a pod. The container's own hook runs then as well. If the wait ended before the bound and
+// that hook succeeds, this program fails, so that the kubelet writes an Event FailedPreStopHook:
+// nothing else shows that the pod did not wait.
 package main
 
 import (
@@ -71,7 +71,7 @@ func run(ctx context.Context, args []string, getenv func(string) string, stdout,
 	if ownErr != nil {
 		fmt.Fprintln(stderr, "lameduck-wait:", ownErr)
 	}
-	if err != nil && code == 0 {
+	if err != nil && !errors.Is(err, errBound) && code == 0 {
 		return exitFailed
 	}
 	return code

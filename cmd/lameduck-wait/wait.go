@@ -25,10 +25,13 @@ const (
 	maxAnswer = 4 << 10
 )
 
+// errBound: the agent has not answered within the bound, for all of which the pod has waited.
+var errBound = errors.New("no answer")
+
 // wait asks the agent whether the pod may stop, and returns its answer. It returns an error if
 // there is no answer within o.bound.
 func wait(ctx context.Context, o options) (string, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, o.bound, fmt.Errorf("no answer within %s", o.bound))
+	ctx, cancel := context.WithTimeoutCause(ctx, o.bound, fmt.Errorf("%w within %s", errBound, o.bound))
 	defer cancel()
 	path := keys.WaitPath + url.PathEscape(o.id) + "?container=" + url.QueryEscape(o.container)
 	answer, err := get(ctx, target{address: o.agent, host: o.agent, path: path}, nil, dialTime)

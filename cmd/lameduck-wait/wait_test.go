@@ -188,6 +188,11 @@ func TestOwnHook(t *testing.T) {
 			}
 		})
 	}
+	t.Run("after the whole bound", func(t *testing.T) {
+		if code, out, _ := call(t, "--agent="+silent(t), "--id=x", "--container=web", "--bound=200ms"); code != 0 {
+			t.Errorf("exit code %d (%s), want 0: the pod has waited", code, out)
+		}
+	})
 	t.Run("killed by a signal", func(t *testing.T) {
 		if code, out, _ := call(t, "--agent="+closed, "--id=x", "--container=web", "--", "/bin/sh", "-c",
 			"kill -9 $$"); code != 137 {
