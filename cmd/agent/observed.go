@@ -179,8 +179,8 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 		case <-ctx.Done():
 		case <-time.After(succeedMost):
 			if onNode && !pods.Synced() {
-				return fmt.Errorf("the pods of this node are not known after %s, and another agent answers at %s: "+
-					"this one ends, so that it does not replace that one", succeedMost, o.metrics)
+				return fmt.Errorf("the pods of this node are not known after %s, and another process answers at %s: "+
+					"this one ends, because that may be the agent that it is to replace", succeedMost, o.metrics)
 			}
 		}
 		<-ctx.Done()

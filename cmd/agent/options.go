@@ -242,8 +242,8 @@ func (f *file) check() (gateway.Kind, error) {
 		err := cli.HostPort(a)
 		must(err == nil, "waitAddresses[%d] %q: must be host:port: %v", i, a, err)
 		host, _, _ := net.SplitHostPort(a)
-		must(err != nil || host != "", "waitAddresses[%d] %q: has no host: hooks are answered at addresses of the "+
-			"node only", i, a)
+		must(err != nil || host != "", "waitAddresses[%d] %q: has no host: for all addresses write 0.0.0.0 or [::]",
+			i, a)
 	}
 	key, kind, err := f.Gateway.Kind()
 	if err != nil {
