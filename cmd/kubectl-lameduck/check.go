@@ -134,9 +134,11 @@ func gather(ctx context.Context, o options, kube kubernetes.Interface) (check.Fa
 		f.Coordinators = append(f.Coordinators, check.Coordinator{Pod: pods[i], View: a.said, Err: a.err,
 			Ahead: a.said.At.Sub(a.at) - ahead})
 	}
-	for _, a := range merge(views).Agents {
+	merged := merge(views)
+	for _, a := range merged.Agents {
 		f.Agents = append(f.Agents, a.Agent)
 	}
+	f.MoreAgents = merged.MoreAgents
 	f.Coverage = least(covers)
 
 	ctx, cancel := context.WithTimeout(ctx, 3*o.timeout)

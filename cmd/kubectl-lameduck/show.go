@@ -186,7 +186,13 @@ func writeStatus(w whole, wide bool, out io.Writer) {
 	shown := w.Outcomes
 	title := "Last outcomes:"
 	if !wide {
-		shown = slices.DeleteFunc(slices.Clone(w.Outcomes), func(o oneOutcome) bool { return !o.Abnormal })
+		// Each coordinator has its own outcome of a deletion.
+		had := map[string]bool{}
+		shown = slices.DeleteFunc(slices.Clone(w.Outcomes), func(o oneOutcome) bool {
+			again := had[o.UID+o.Gate]
+			had[o.UID+o.Gate] = again || o.Abnormal
+			return again || !o.Abnormal
+		})
 		title = "Last deletions that continued without every gateway's acknowledgement:"
 		if len(shown) > outcomesShown {
 			shown = shown[:outcomesShown]

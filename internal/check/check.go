@@ -132,6 +132,8 @@ type Facts struct {
 	Entries                []Entry
 	// Agents are merged from all coordinators, each with its worst state.
 	Agents []api.Agent
+	// MoreAgents is how many others coordinators know, and do not list.
+	MoreAgents int
 	// Coverage is taken from the coordinator that finds the most uncovered consumers. Nil: none
 	// answered.
 	Coverage   *api.Coverage
@@ -558,6 +560,10 @@ func (f Facts) stuck(add adder) {
 
 // agents judges the connections of agents to coordinators.
 func (f Facts) agents(add adder) {
+	if f.MoreAgents > 0 {
+		add(Note, "agents", "", "coordinators do not list %d more agents: whether they are connected, and their "+
+			"versions, was not checked", f.MoreAgents)
+	}
 	for _, a := range f.Agents {
 		namespace, pod, _ := strings.Cut(a.Name, "/")
 		logs := "kubectl -n " + namespace + " logs " + pod + " --all-containers"
