@@ -38,7 +38,7 @@ const (
 	// margin is how long after a fault, or after a deletion that did not wait, requests may be lost
 	// by it: EndpointSlices, a sync of kube-proxy, and 5 s of a request that hangs.
 	margin = 10 * time.Second
-	// pause is for how long kube-proxy may hear of nothing after an outage of the control plane:
+	// pause is for how long kube-proxy may receive no changes after an outage of the control plane:
 	// client-go doubles the time between two tries up to 30 s, and lengthens it by up to as much.
 	pause = time.Minute
 )
@@ -46,7 +46,7 @@ const (
 // excuses are the reasons, of a deletion or of a hook, that say that not every gateway was waited
 // for. The other reasons of an early answer claim that no gateway routes the pod.
 var excuses = []string{"Deadline", "IdleBound", "LastTarget", "Suspended", "AgentsLost", "Uncovered", "NoAgents",
-	"NotRouted", "Cold", "NoFacts", "NodeLost", "DisruptionTarget", "UnknownPod", "CoolOff", "Bound", "Local", "NoTime",
+	"NotRouted", "Cold", "NoFacts", "NodeLost", "DisruptionTarget", "UnknownPod", "Bound", "Local", "NoTime",
 	"NoTargets", "Stopping", "Unknown", "TooMany"}
 
 // window is a time in which requests on some ways may be lost, and why. Those of faults are kept
@@ -59,6 +59,8 @@ type window struct {
 	from, to time.Time // to is zero while it is open
 	fault    bool
 	outage   bool // of the control plane
+	// kinds are those of the failures that it explains. Nil: all.
+	kinds []load.Kind
 }
 
 // chaos is a lab in which things break by a schedule.
@@ -639,7 +641,8 @@ func (c *chaos) judge(all *clients, clean time.Time) {
 		for _, f := range c.windows {
 			to := f.to.Add(pause - margin) // f.to is margin later than the end of the fault
 			if f.outage && f.from.Before(w.to) && to.After(w.to) {
-				c.open(window{why: "kube-proxy pauses", ways: byKubeProxy, service: w.service, from: w.to, to: to})
+				c.open(window{why: "kube-proxy pauses", ways: byKubeProxy, service: w.service, from: w.to, to: to,
+					kinds: []load.Kind{load.Refused, load.Timeout, load.Unreachable}}) // it has no address that answers
 			}
 		}
 	}
@@ -652,7 +655,8 @@ func (c *chaos) judge(all *clients, clean time.Time) {
 			from, to := f.Due, f.Due.Add(time.Duration(f.TookMillis*float64(time.Millisecond)))
 			at := slices.IndexFunc(c.windows, func(w *window) bool {
 				return slices.Contains(w.ways, all.by[i]) && (w.service == "" || w.service == service) &&
-					w.from.Before(to) && (w.to.IsZero() || w.to.After(from))
+					w.from.Before(to) && (w.to.IsZero() || w.to.After(from)) &&
+					(w.kinds == nil || slices.Contains(w.kinds, f.Kind))
 			})
 			switch {
 			case f.Kind == load.Local:
