@@ -232,6 +232,7 @@ func served(t *testing.T, name string, handler http.HandlerFunc) *replica {
 		return (&net.Dialer{}).DialContext(ctx, "tcp", server.Listener.Addr().String())
 	}}
 	return &replica{name: name, ready: true, http: &http.Client{Transport: transport},
+		pod:   &corev1.Pod{Status: corev1.PodStatus{Phase: corev1.PodRunning}},
 		close: transport.CloseIdleConnections}
 }
 
@@ -292,6 +293,73 @@ func TestAskGoesOnWithoutTheSilent(t *testing.T) {
 	if err := drains(t.Context(), o, replicas{broken}, &out, &errs); err == nil ||
 		!strings.Contains(err.Error(), "it is ill") {
 		t.Errorf("no replica answers: %v", err)
+	}
+}
+
+// The pod of a coordinator cannot be scheduled. It is named, though the other one answers, and pods
+// that the shutdown of a node has left are not.
+func TestACoordinatorThatDoesNotRun(t *testing.T) {
+	pod := func(name string, phase corev1.PodPhase) corev1.Pod {
+		return corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name}, Status: corev1.PodStatus{Phase: phase}}
+	}
+	answer := func(pods ...corev1.Pod) kubernetes.Interface {
+		server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Type", "application/json")
+			_ = json.NewEncoder(w).Encode(corev1.PodList{Items: pods})
+		}))
+		t.Cleanup(server.Close)
+		kube, err := kubernetes.NewForConfig(&rest.Config{Host: server.URL})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return kube
+	}
+	o := options{timeout: 2 * time.Second, config: &rest.Config{}}
+	all, err := find(t.Context(), o, answer(pod("a", corev1.PodPending), pod("b", corev1.PodRunning),
+		pod("c", corev1.PodFailed)))
+	if err != nil || len(all) != 2 {
+		t.Fatalf("%d coordinators, %v", len(all), err)
+	}
+	if err := all[0].get(t.Context(), api.ViewPath, nil); err == nil ||
+		!strings.Contains(err.Error(), "coordinator a does not run") {
+		t.Errorf("the one that is pending: %v", err)
+	}
+	if _, err := find(t.Context(), o, answer(pod("a", corev1.PodPending))); err == nil ||
+		!strings.Contains(err.Error(), "none of the 1 pods") {
+		t.Errorf("none runs: %v", err)
+	}
+}
+
+// One coordinator does not answer, and the other one knows no such pod.
+func TestExplainOfNoPod(t *testing.T) {
+	all := replicas{
+		served(t, "ill", func(w http.ResponseWriter, _ *http.Request) {
+			http.Error(w, `{"error":"it is ill"}`, http.StatusInternalServerError)
+		}),
+		served(t, "good", http.NotFound),
+	}
+	o := options{timeout: 2 * time.Second, namespace: "shop", pod: "wbe-1"}
+	err := explain(t.Context(), o, fake.NewClientset(), all, io.Discard, io.Discard)
+	if err == nil || !strings.Contains(err.Error(), "no pod wbe-1 in namespace shop") {
+		t.Error(err)
+	}
+}
+
+// Each coordinator tells of each deletion.
+func TestStatusTellsOfADeletionOnce(t *testing.T) {
+	var outcomes []api.Outcome
+	for _, name := range []string{"web-0", "web-1", "web-2", "web-3"} {
+		outcomes = append(outcomes, api.Outcome{Namespace: "shop", Pod: name, UID: name, Gate: "hold", Abnormal: true,
+			Reason: "Deadline"})
+	}
+	w := merge([]answer[api.View]{{replica: &replica{name: "a"}, said: api.View{Outcomes: outcomes}},
+		{replica: &replica{name: "b"}, said: api.View{Outcomes: outcomes}}})
+	var out strings.Builder
+	writeStatus(w, false, &out)
+	for _, o := range outcomes {
+		if n := strings.Count(out.String(), o.Pod); n != 1 {
+			t.Errorf("%s %d times in\n%s", o.Pod, n, &out)
+		}
 	}
 }
 

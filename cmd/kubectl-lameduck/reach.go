@@ -37,8 +37,6 @@ type replica struct {
 	pod   *corev1.Pod
 	ready bool
 	http  *http.Client
-	// away is why its pod does not run. Nil: it runs.
-	away error
 	// dial opens a connection to a port of the pod.
 	dial  func(ctx context.Context, port int) (net.Conn, error)
 	close func()
@@ -68,8 +66,8 @@ func list(ctx context.Context, o options, kube kubernetes.Interface) ([]corev1.P
 	return pods.Items, nil
 }
 
-// find returns the coordinators whose pods run. It does not connect to them. It returns an error if
-// the caller may not list pods, or if no coordinator is installed or running.
+// find returns the coordinators whose pods have not ended. It does not connect to them. It returns
+// an error if the caller may not list pods, or if no coordinator is installed or running.
 func find(ctx context.Context, o options, kube kubernetes.Interface) (replicas, error) {
 	pods, err := list(ctx, o, kube)
 	if err != nil {
@@ -78,14 +76,13 @@ func find(ctx context.Context, o options, kube kubernetes.Interface) (replicas, 
 	var all replicas
 	var why []string
 	for _, pod := range pods {
-		r := reach(o, kube, &pod)
-		if pod.Status.Phase != corev1.PodRunning {
+		phase := pod.Status.Phase
+		if phase != corev1.PodRunning {
 			why = append(why, pod.Name+": "+check.Why(&pod))
-			r.away = fmt.Errorf("coordinator %s does not run: %s", pod.Name, check.Why(&pod))
 		}
 		// After the shutdown of a node, pods that have ended stay listed.
-		if pod.Status.Phase != corev1.PodSucceeded && pod.Status.Phase != corev1.PodFailed {
-			all = append(all, r)
+		if phase != corev1.PodSucceeded && phase != corev1.PodFailed {
+			all = append(all, reach(o, kube, &pod))
 		}
 	}
 	switch {
@@ -234,8 +231,8 @@ var errNotFound = errors.New("not found")
 // get sends a GET request to the coordinator and decodes the JSON answer into into. Its error wraps
 // errNotFound if explain's pod does not exist.
 func (r *replica) get(ctx context.Context, path string, into any) error {
-	if r.away != nil {
-		return r.away
+	if r.pod.Status.Phase != corev1.PodRunning {
+		return fmt.Errorf("coordinator %s does not run: %s", r.name, check.Why(r.pod))
 	}
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://localhost"+path, nil)
 	if err != nil {
