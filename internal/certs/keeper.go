@@ -89,7 +89,7 @@ type Keeper struct {
 	// one.
 	serving atomic.Pointer[[]*tls.Certificate]
 	trusted atomic.Pointer[[]byte]
-	entries atomic.Int64
+	entries atomic.Int64 // as Entries returns
 	// secret is the secret of the current set. A change of it is logged.
 	secret string
 	// told is this replica's CA when the ConfigMap last had it. other is since when the ConfigMap

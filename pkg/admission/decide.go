@@ -152,7 +152,8 @@ const (
 	// longNotReady is how long a pod must have been unready before every gateway counts as having
 	// stopped routing to it by itself.
 	longNotReady = 10 * time.Second
-	// RefusedWindow is how far back refused drains count, coolOffAfter how many of them are enough.
+	// RefusedWindow is how far back deletions that were refused count, coolOffAfter how many of
+	// them are enough.
 	RefusedWindow = 10 * time.Minute
 	coolOffAfter  = 2
 )

@@ -53,8 +53,8 @@ type Ledger interface {
 type Standings interface {
 	Expecting() (expected, missing int)
 	CouldRoute(services []drain.Service) bool
-	// Pod returns the standing of a pod: its drain, and when drains of it were allowed although it
-	// was not deleted.
+	// Pod returns the standing of a pod: its drain, and when deletions that were allowed turned out
+	// to be refused.
 	Pod(uid drain.UID) drain.Standing
 }
 

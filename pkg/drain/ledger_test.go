@@ -463,7 +463,7 @@ func TestRefusedCountsAnswersToASteadyCaller(t *testing.T) {
 		w.say("one", p, Idle)
 		w.Hold(p.UID)(w.now, i != 0)
 		// Allowed from 5 s on; found to be in vain at 40 s, and again at 75 s.
-		if got, want := w.refused(p.UID), map[bool]int{i >= 8: 1}[true]+map[bool]int{i >= 15: 1}[true]; got != want {
+		if got, want := w.refused(p.UID), number(i >= 8)+number(i >= 15); got != want {
 			t.Fatalf("refused %d after %d s, want %d", got, 5*i, want)
 		}
 		w.pass(5 * time.Second)
