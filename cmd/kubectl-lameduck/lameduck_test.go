@@ -363,6 +363,17 @@ func TestStatusTellsOfADeletionOnce(t *testing.T) {
 	}
 }
 
+// An operator who broke the glass and forgot it reads so first.
+func TestStatusWithoutAWebhookConfiguration(t *testing.T) {
+	view := api.View{Replica: api.Replica{Unasked: true}}
+	w := merge([]answer[api.View]{{replica: &replica{name: "older"}}, {replica: &replica{name: "b"}, said: view}})
+	var out strings.Builder
+	writeStatus(w, false, &out)
+	if !strings.HasPrefix(out.String(), "Deletions do not wait: ") {
+		t.Errorf("status says:\n%s", &out)
+	}
+}
+
 // A coordinator lists the oldest drains of all namespaces. The others are not nothing.
 func TestDrainsThatAreNotListed(t *testing.T) {
 	for open, want := range map[int]string{
@@ -467,8 +478,13 @@ func TestExplainWhereNobodyIsAsked(t *testing.T) {
 	forbidden.PrependReactor("get", "*", func(k8stesting.Action) (bool, runtime.Object, error) {
 		return true, nil, apierrors.NewForbidden(schema.GroupResource{}, "", nil)
 	})
-	if got := unasked(t.Context(), options{timeout: time.Minute, namespace: "shop"}, forbidden); got != "" {
-		t.Errorf("without the right to read: %q", got)
+	answering := served(t, "answering", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("{}")) })
+	var out, errs bytes.Buffer
+	o := options{timeout: time.Minute, namespace: "shop", pod: "web"}
+	err := explain(t.Context(), o, forbidden, replicas{answering}, &out, &errs)
+	if err != nil || !strings.HasPrefix(out.String(), "Pod /: ") ||
+		!strings.HasPrefix(errs.String(), "warning: whether the API server asks Lameduck about this pod") {
+		t.Errorf("without the right to read: %v, %s%s", err, &errs, &out)
 	}
 }
 

@@ -16,8 +16,10 @@ import (
 type whole struct {
 	metav1.TypeMeta `json:",inline"`
 	Coordinators    []coordinator `json:"coordinators"`
-	Drains          []oneDrain    `json:"drains"`
-	Agents          []oneAgent    `json:"agents"`
+	// Unasked: a coordinator sees no webhook configuration, so deletions do not wait.
+	Unasked bool       `json:"unasked,omitempty"`
+	Drains  []oneDrain `json:"drains"`
+	Agents  []oneAgent `json:"agents"`
 	// MoreDrains and MoreAgents are how many further ones coordinators know and do not list, of all
 	// namespaces.
 	MoreDrains int `json:"moreDrains"`
@@ -109,6 +111,7 @@ func merge(answers []answer[api.View]) whole {
 		c.Started, c.Stopping, c.Holds = v.Replica.Started, v.Replica.Stopping, v.Replica.Holds
 		c.Drains, c.Expected, c.Connected = v.Drains.Open, v.Agents.Expected, v.Agents.Expected-v.Agents.Missing
 		w.Coordinators = append(w.Coordinators, c)
+		w.Unasked = w.Unasked || v.Replica.Unasked
 		w.MoreDrains = max(w.MoreDrains, v.Drains.Open-len(v.Drains.Items))
 		w.MoreAgents = max(w.MoreAgents, v.Agents.Known)
 		for _, d := range v.Drains.Items {

@@ -152,7 +152,9 @@ func parse(args []string, out io.Writer) (options, error) {
 	}
 	loaded := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, &overrides)
 	var err error
-	if o.config, err = loaded.ClientConfig(); err != nil {
+	if o.config, err = loaded.ClientConfig(); clientcmd.IsEmptyConfig(err) {
+		return o, fmt.Errorf("%w: no kubeconfig: give --kubeconfig, set KUBECONFIG or write ~/.kube/config", errUsage)
+	} else if err != nil {
 		return o, fmt.Errorf("%w: kubeconfig: %w", errUsage, err)
 	}
 	o.config.UserAgent = "kubectl-lameduck"

@@ -109,6 +109,10 @@ const missingShown = 3
 
 func writeStatus(w whole, wide bool, out io.Writer) {
 	now := time.Now()
+	if w.Unasked {
+		fmt.Fprint(out, "Deletions do not wait: there is no ValidatingWebhookConfiguration "+check.Configuration+
+			". Apply the manifests again, or run helm upgrade.\n\n")
+	}
 	var rows [][]string
 	for _, c := range w.Coordinators {
 		state := "ready"
@@ -204,10 +208,10 @@ func writeStatus(w whole, wide bool, out io.Writer) {
 	fmt.Fprintf(out, "\n%s\n", title)
 	rows = nil
 	for _, o := range shown {
-		rows = append(rows, []string{seconds(now.Sub(o.At).Seconds()), o.Namespace + "/" + o.Pod, o.Reason, o.took(),
-			cmp.Or(o.Message, strings.Join(o.Silent, ", "))})
+		rows = append(rows, []string{seconds(now.Sub(o.At).Seconds()), o.Namespace + "/" + o.Pod, o.Gate, o.Reason,
+			o.took(), cmp.Or(o.Message, strings.Join(o.Silent, ", "))})
 	}
-	table(out, "AGO POD REASON WAITED WHY", rows)
+	table(out, "AGO POD GATE REASON WAITED WHY", rows)
 }
 
 // writeMore prints how many more there are than a list has, if there are any.
@@ -374,29 +378,30 @@ type explained struct {
 }
 
 // unasked returns why the API server asks no coordinator about deletions in a namespace, which
-// coordinators cannot know. Empty: it asks, or the user may not read that.
-func unasked(ctx context.Context, o options, kube kubernetes.Interface) string {
+// coordinators cannot know. Empty: it asks, or with an error: that is not known.
+func unasked(ctx context.Context, o options, kube kubernetes.Interface) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, o.timeout)
 	defer cancel()
 	all, err := kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(ctx, check.Configuration,
 		metav1.GetOptions{})
 	if apierrors.IsNotFound(err) || err == nil && len(all.Webhooks) == 0 {
-		return "ValidatingWebhookConfiguration " + check.Configuration + " is missing, or has no entry"
+		return "ValidatingWebhookConfiguration " + check.Configuration + " is missing, or has no entry", nil
 	}
 	if err != nil {
-		return ""
+		return "", err
 	}
 	namespace, err := kube.CoreV1().Namespaces().Get(ctx, o.namespace, metav1.GetOptions{})
 	if err != nil {
-		return ""
+		return "", err
 	}
 	for _, w := range all.Webhooks {
 		by, err := metav1.LabelSelectorAsSelector(w.NamespaceSelector)
 		if err != nil || by.Matches(labels.Set(namespace.Labels)) {
-			return ""
+			return "", nil
 		}
 	}
-	return "no entry of ValidatingWebhookConfiguration " + check.Configuration + " selects namespace " + o.namespace
+	return fmt.Sprintf("no entry of ValidatingWebhookConfiguration %s selects namespace %s", check.Configuration,
+		o.namespace), nil
 }
 
 func explain(ctx context.Context, o options, kube kubernetes.Interface, all replicas, out, stderr io.Writer) error {
@@ -422,9 +427,13 @@ func explain(ctx context.Context, o options, kube kubernetes.Interface, all repl
 			silent = append(silent, a.replica.name)
 		}
 	}
-	x := explained{kind("Explanation"), said[0].Join(said[1:]...), unasked(ctx, o, kube)}
+	why, err := unasked(ctx, o, kube)
+	x := explained{kind("Explanation"), said[0].Join(said[1:]...), why}
 	x.Silent = silent
 	complain(answers, stderr)
+	if err != nil {
+		fmt.Fprintf(stderr, "warning: whether the API server asks Lameduck about this pod is not known: %v\n", err)
+	}
 	if done, err := encode(o, x, out); done {
 		return err
 	}

@@ -27,6 +27,8 @@ import (
 type servingTLS struct {
 	door        *admission.SecretPath
 	certificate func(*tls.ClientHelloInfo) (*tls.Certificate, error)
+	// unasked reports whether the webhook configuration does not exist. Nil: nothing reads it.
+	unasked func() bool
 	// trusted returns the CAs of the certificates of all replicas.
 	trusted func() (*x509.CertPool, error)
 	// ready returns why there is no certificate yet, or nil.
@@ -99,6 +101,7 @@ func newServingTLS(o options, kube kubernetes.Interface, metrics *admission.Metr
 	}
 	if made.Bundle || made.AdmitPath != "" {
 		p.ready = keeper.Ready
+		p.unasked = func() bool { return keeper.Entries() == 0 }
 		registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Name: "lameduck_webhook_entries",
 			Help: "Entries of the webhook configuration; 0 if it does not exist, NaN until it was read.",

@@ -18,6 +18,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	policyv1 "k8s.io/api/policy/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	clientscheme "k8s.io/client-go/kubernetes/scheme"
 	toolscache "k8s.io/client-go/tools/cache"
 	"k8s.io/klog/v2"
@@ -83,6 +85,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	}
 	known, err := cache.New(config, cache.Options{
 		Scheme:           clientscheme.Scheme,
+		Mapper:           meta.FirstHitRESTMapper{MultiRESTMapper: meta.MultiRESTMapper{watched(), live.RESTMapper()}},
 		DefaultTransform: strip,
 		// Objects from this cache are only read, never changed.
 		DefaultUnsafeDisableDeepCopy: ptr.To(true),
@@ -131,18 +134,13 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		return fmt.Errorf("watch Services: %w", err)
 	}
 	covers := &coverage.Source{Reader: known, Gateways: o.Gateways, Agent: coord.Agent,
-		Synced: func() bool { return watch.synced() && services.HasSynced() },
 		Everywhere: func() []drain.Acknowledger {
 			agents, _ := coord.Acknowledgers(nil)
 			return agents
 		},
 		Asks: coord.Asks, Excluded: o.excluded}
 	registry.MustRegister(covers)
-	kinds, err := covers.Watch(ctx, known, live.RESTMapper())
-	if err != nil {
-		return err
-	}
-	log.Info("routes are read from", "kinds", kinds, "gateways", len(o.Gateways))
+	covers.Synced = func() bool { return covers.Asked() && watch.synced() && services.HasSynced() }
 	around.Index = admission.Ahead{Slices: index, Reader: known, Synced: services.HasSynced, Ledger: coord,
 		Now: time.Now}
 	around.Known, around.Synced, around.Coverage = watch.synced, services.HasSynced, covers
@@ -192,6 +190,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	view := dashboard.New(dashboard.Options{
 		Coordinator: coord, Explainer: handler.Cluster, Reviewer: who,
 		Pod: podOf(known, watch.synced), Coverage: covers.Of, Summary: covers.Summary, Missing: missing, Log: log,
+		Unasked: proof.unasked,
 		Views: func(ctx context.Context) ([]api.View, []string) {
 			return peers.Ask[api.View](ctx, others.Peers, wire.ShownPath)
 		},
@@ -277,6 +276,22 @@ func probes(live, ready func() error) http.Handler {
 		})
 	}
 	return r
+}
+
+// watched returns a RESTMapper with the kinds that every cluster has, so that a replica can start
+// while the API server does not answer.
+func watched() meta.RESTMapper {
+	m := meta.NewDefaultRESTMapper(nil)
+	for _, of := range []schema.GroupVersionKind{
+		corev1.SchemeGroupVersion.WithKind("Pod"), corev1.SchemeGroupVersion.WithKind("Service"),
+		discovery.SchemeGroupVersion.WithKind("EndpointSlice"),
+		policyv1.SchemeGroupVersion.WithKind("PodDisruptionBudget"),
+	} {
+		m.Add(of, meta.RESTScopeNamespace)
+	}
+	m.Add(corev1.SchemeGroupVersion.WithKind("Namespace"), meta.RESTScopeRoot)
+	m.Add(corev1.SchemeGroupVersion.WithKind("Node"), meta.RESTScopeRoot)
+	return m
 }
 
 // watches feed the coordinator and the index from the cache.

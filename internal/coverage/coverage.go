@@ -15,6 +15,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -82,6 +83,7 @@ type Source struct {
 	Asks     func(drain.Gate, []drain.Service) bool
 	Excluded []string
 
+	asked atomic.Bool
 	mu    sync.Mutex
 	kinds []kind
 	at    time.Time

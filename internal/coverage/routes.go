@@ -102,24 +102,30 @@ func (s *Source) Watch(ctx context.Context, known cache.Cache, mapper meta.RESTM
 	return names, nil
 }
 
-// Follow repeats [Source.Watch] until ctx is done.
+// Follow calls [Source.Watch], and again and again until ctx is done.
 func (s *Source) Follow(ctx context.Context, known cache.Cache, mapper meta.RESTMapper, log *slog.Logger) error {
 	ticker := time.NewTicker(kindsEvery)
 	defer ticker.Stop()
 	for {
+		names, err := s.Watch(ctx, known, mapper)
+		if err != nil {
+			log.Warn("find out which kinds of routes the cluster has", "error", err)
+		} else {
+			s.asked.Store(true)
+		}
+		if len(names) > 0 {
+			log.Info("routes are read from", "kinds", names)
+		}
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-ticker.C:
 		}
-		switch names, err := s.Watch(ctx, known, mapper); {
-		case err != nil:
-			log.Warn("find out which kinds of routes the cluster has", "error", err)
-		case len(names) > 0:
-			log.Info("routes are also read from", "kinds", names)
-		}
 	}
 }
+
+// Asked reports whether the API server has said which kinds of routes the cluster has.
+func (s *Source) Asked() bool { return s.asked.Load() }
 
 // watched returns the kinds that are watched.
 func (s *Source) watched() []kind {

@@ -78,8 +78,7 @@ type Reviewer interface {
 	Review(ctx context.Context, token string) error
 }
 
-// Options of a Dashboard. All but Coverage, Summary and Missing are
-// required.
+// Options of a Dashboard. All but Coverage, Summary, Missing and Unasked are required.
 type Options struct {
 	Coordinator Coordinator
 	Explainer   Explainer
@@ -93,6 +92,8 @@ type Options struct {
 	// Missing returns the pods that ask for the barrier and were created without it. Nil: it is not
 	// known.
 	Missing func() []string
+	// Unasked reports whether the webhook configuration does not exist. Nil: it is not known.
+	Unasked func() bool
 	// Views returns the views of the other replicas, and Reports returns their reports. silent are
 	// the names of replicas that do not answer. Nil: there are no other replicas.
 	Views   func(ctx context.Context) (all []api.View, silent []string)

@@ -331,6 +331,16 @@ func TestViewsAreRestedFrom(t *testing.T) {
 	})
 }
 
+func TestTheViewSaysThatNothingAsks(t *testing.T) {
+	d := newDashboard(&world{})
+	for _, want := range []bool{true, false} {
+		d.Unasked = func() bool { return want }
+		if v := d.view(); v.Replica.Unasked != want {
+			t.Errorf("unasked: %v, want %v", v.Replica.Unasked, want)
+		}
+	}
+}
+
 // Whom the page sends to the runbook finds the entry.
 func TestTheRunbookHasWhatThePageNames(t *testing.T) {
 	script, err := os.ReadFile("page/app.js")

@@ -84,6 +84,9 @@ type Replica struct {
 	Version string `json:"version,omitempty"`
 	// Stopping: the replica is shutting down, and no longer holds calls.
 	Stopping bool `json:"stopping,omitempty"`
+	// Unasked: the webhook configuration does not exist, so the API server asks no coordinator
+	// about deletions. Only replicas that write into that object know it.
+	Unasked bool `json:"unasked,omitempty"`
 	// Holds is how many admission calls wait now. MaxHolds is how many may.
 	Holds    int `json:"holds"`
 	MaxHolds int `json:"maxHolds"`

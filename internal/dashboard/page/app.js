@@ -279,7 +279,11 @@ function drawVerdict(v) {
   const open = v.targetHealth.services.filter((s) => s.failingOpen);
   const bad = v.outcomes.filter((o) => o.abnormal && Date.parse(v.at) - Date.parse(o.at) < recent);
   let kind, text, todo = [];
-  if (late.length) {
+  if (v.replica.unasked) {
+    kind = 'bad';
+    text = ['Deletions do not wait: the API server does not ask, because there is no ValidatingWebhookConfiguration.'];
+    todo = ['Apply the manifests again, or run ', command('helm upgrade'), ' (runbook: LameduckUnasked)'];
+  } else if (late.length) {
     const o = late[0];
     kind = 'bad';
     text = [o.d.namespace + '/' + o.d.pod + ' has waited ', age(o.d.since), ' for ' + o.w.agent + (o.w.connected ? ', which ' + (verbs[o.w.state] || o.w.state) : ', which is not connected'),

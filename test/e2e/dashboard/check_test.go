@@ -113,6 +113,13 @@ func TestCheck(t *testing.T) {
 			t.Fatal(err)
 		}
 		awaitCheck(t, admin, 1, []found{{"error", validating, "no deletion waits", "kubectl apply -k manifests/base"}})
+		harness.Await(t, 10*time.Second, "the first line of kubectl lameduck status", func() error {
+			out, stderr, err := plugin(t, admin, "status")
+			if err != nil || !strings.HasPrefix(out, "Deletions do not wait: ") {
+				return fmt.Errorf("%v: %s%s", err, out, stderr)
+			}
+			return nil
+		})
 		if err := s.InstallWebhook(t.Context(), 1); err != nil {
 			t.Fatal(err)
 		}

@@ -487,13 +487,17 @@ func TestTheVerdictHidesNothing(t *testing.T) {
 		{"2 pods wait to stop. None of those that are listed is late.", func(v *api.View) {
 			v.Barriers.Open, v.Barriers.Waiting = 3, 2
 		}},
+		{"Deletions do not wait: the API server does not ask", func(v *api.View) {
+			v.Replica.Unasked = true
+			v.Agents.Missing, v.Agents.Items = 1, []api.Agent{ready}
+		}},
 		{"all is well, but for 1 target that is unhealthy: 1 gateway", func(v *api.View) {
 			v.TargetHealth.Reported, v.TargetHealth.All.Unhealthy = true, 1
 		}},
 	} {
 		m.set(func(v *api.View) {
 			v.Agents.Expected, v.Agents.Known, v.Agents.Missing = 1, 1, 0
-			v.Agents.Items, v.Silent = []api.Agent{connected}, nil
+			v.Agents.Items, v.Silent, v.Replica.Unasked = []api.Agent{connected}, nil, false
 			v.Barriers.Missing, v.Barriers.MissingPods = 0, []string{}
 			v.Drains.Open, v.Barriers.Open, v.Barriers.Waiting = 0, 0, 0
 			step.set(v)

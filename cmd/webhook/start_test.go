@@ -1,0 +1,77 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+)
+
+// A replica that starts while the API server is away waits for it. If it ended, the kubelet would
+// start it again with longer and longer pauses, and deletions would continue without review for
+// minutes after the API server is back.
+func TestItStartsBeforeTheAPIServer(t *testing.T) {
+	free := func() string {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.Close()
+		return l.Addr().String()
+	}
+	probes, kubeconfig := free(), filepath.Join(t.TempDir(), "kubeconfig")
+	if err := os.WriteFile(kubeconfig, fmt.Appendf(nil, `apiVersion: v1
+kind: Config
+current-context: c
+contexts: [{name: c, context: {cluster: c, user: u}}]
+clusters: [{name: c, cluster: {server: 'https://%s'}}]
+users: [{name: u, user: {token: t}}]
+`, free()), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	ended := make(chan error, 1)
+	var out bytes.Buffer
+	go func() {
+		ended <- run(ctx, []string{"--kubeconfig", kubeconfig, "--probes-address", probes,
+			"--admission-address=127.0.0.1:0", "--agents-address=127.0.0.1:0", "--metrics-address=127.0.0.1:0",
+			"--dashboard-address=", "--shutdown-delay=0s"}, env, &out, &out)
+	}()
+	ask := func(path string) (int, string) {
+		response, err := http.Get("http://" + probes + path)
+		if err != nil {
+			return 0, err.Error()
+		}
+		defer response.Body.Close()
+		text, _ := io.ReadAll(response.Body)
+		return response.StatusCode, string(text)
+	}
+	over := time.After(30 * time.Second)
+	for tick := time.Tick(50 * time.Millisecond); ; <-tick {
+		select {
+		case err := <-ended:
+			t.Fatalf("it ended: %v\n%s", err, &out)
+		case <-over:
+			t.Fatal("its probes are not served")
+		default:
+		}
+		if code, _ := ask("/livez"); code == http.StatusOK {
+			break
+		}
+	}
+	if code, text := ask("/readyz"); code != http.StatusServiceUnavailable {
+		t.Errorf("/readyz: %d %s", code, text)
+	}
+	cancel()
+	if err := <-ended; err != nil || !strings.Contains(out.String(), "connection refused") {
+		t.Errorf("%v, and the log does not say why it is not ready:\n%s", err, &out)
+	}
+}
