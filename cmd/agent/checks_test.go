@@ -83,10 +83,9 @@ func TestChecks(t *testing.T) {
 
 	// What cannot be read changes nothing, and is said.
 	w.api.annotate("{path: /healthz, intervall: 1s}")
-	w.until("the annotation is refused", func() bool { return w.metric("lameduck_agent_refused_checks") == "1" })
-	if !strings.Contains(w.log.String(), "intervall") {
-		t.Error("the log does not name the key that is refused")
-	}
+	w.until("the annotation is refused, and the log names its key", func() bool {
+		return w.metric("lameduck_agent_refused_checks") == "1" && strings.Contains(w.log.String(), "intervall")
+	})
 	w.untilTargets(map[string]string{a: "unhealthy unhealthy removed"})
 	w.api.annotate("{path: /healthz, interval: 1s, timeout: 500ms, healthy: {successes: 1}, unhealthy: " +
 		"{httpFailures: 2}}")

@@ -51,7 +51,9 @@ func TestTheChartsSchemaIsTheAgents(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		var values struct{ Gateway map[string]map[string]any }
+		var values struct {
+			Gateway map[string]map[string]any `json:"gateway"`
+		}
 		if err := yaml.Unmarshal(content, &values); err != nil {
 			t.Fatal(err)
 		}

@@ -136,7 +136,7 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 	}
 	listener, err := net.Listen("tcp", o.metrics)
 	if err != nil {
-		return fmt.Errorf("listen: %w", err)
+		return fmt.Errorf("--metrics-address %q: %w", o.metrics, err)
 	}
 	log.Info("started", "metrics", listener.Addr().String(), "routes", len(ports),
 		"endpointsLag", o.file.EndpointsLag.String())

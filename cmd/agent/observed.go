@@ -171,7 +171,7 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 	alone := make(chan struct{})
 	opsTask, err := listen.Address{Address: o.metrics, Got: func() { close(alone) }, Log: log}.Task(opsServer(ops, log))
 	if err != nil {
-		return fmt.Errorf("listen: %w", err)
+		return fmt.Errorf("--metrics-address %q: %w", o.metrics, err)
 	}
 	tasks = append(tasks, serve.Task{Name: "succession", Run: func(ctx context.Context) error {
 		select {

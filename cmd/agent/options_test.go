@@ -120,7 +120,7 @@ func TestBadFieldsAreNamed(t *testing.T) {
 			[]string{"apiVersion", `"lameduck.io/v9"`}},
 		"kind":                       {"AgentConfiguration", "Pod", []string{"kind", `"Pod"`}},
 		"unknown field":              {"kind:", "colour: red\nkind:", []string{`"colour"`}},
-		"unknown field of a backend": {"      port: http", "      own: true", []string{`"own"`}},
+		"unknown field of a backend": {"      port: http", "      own: true", []string{`"gateway.haproxy.backends[0].own"`}},
 		"field given twice":          {"kind:", "apiVersion: x\nkind:", []string{`"apiVersion"`}},
 		"type":                       {"port: http", "port: [perhaps]", []string{"port"}},
 		"lag":                        {"1.5s", "soon", []string{"endpointsLag", `"soon"`}},

@@ -95,8 +95,8 @@ func flags(o *options, getenv func(string) string) (f *flag.FlagSet, path *strin
 func parse(args []string, getenv func(string) string, out io.Writer) (options, error) {
 	o := options{configuration: defaults()}
 	f, path, print := flags(&o, getenv)
-	if err := cli.Parse(f, args, "webhook holds deletions of pods until the gateways that route to them have stopped.",
-		out); err != nil {
+	if err := cli.Parse(f, args, "webhook holds deletions of pods until the gateways that route to them have stopped. "+
+		"webhook check --help: find out whether the API server asks.", out); err != nil {
 		return o, err
 	}
 	if o.version {
@@ -223,7 +223,8 @@ func (o options) check() error {
 		"what is older", sample.LearnFrom, maxLearnFrom)
 	must(o.Holds.Most > 0, "holds.most %d: must be at least 1", o.Holds.Most)
 	must(o.Holds.PerOwner > 0, "holds.perOwner %d: must be at least 1", o.Holds.PerOwner)
-	must(o.Mode == keys.Enforce || o.Mode == keys.Observe, "mode %q: must be enforce or observe", o.Mode)
+	must(o.Mode == keys.Enforce || o.Mode == keys.Observe, "mode %q: must be enforce or observe; \"off\" is for the "+
+		"label "+keys.Mode+" of a namespace or pod", o.Mode)
 	for _, name := range o.ExcludedNamespaces {
 		must(len(validation.IsDNS1123Label(name)) == 0, "excludedNamespaces: %q is not a namespace's name", name)
 	}

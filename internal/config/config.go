@@ -4,11 +4,16 @@
 package config
 
 import (
+	"cmp"
+	"encoding/json"
+	"errors"
 	"fmt"
+	"reflect"
 	"regexp"
 	"slices"
 	"time"
 
+	kjson "sigs.k8s.io/json"
 	"sigs.k8s.io/yaml"
 )
 
@@ -34,8 +39,25 @@ func Read(content []byte, getenv func(string) string, value any) error {
 	if len(unset) > 0 {
 		return fmt.Errorf("environment variables %q are referred to and not set", unset)
 	}
-	return yaml.UnmarshalStrict([]byte(expanded), value)
+	// The decoder below names the first unknown key only, and without its path.
+	if asJSON, err := yaml.YAMLToJSON([]byte(expanded)); err == nil {
+		scratch := reflect.New(reflect.TypeOf(value).Elem()).Interface()
+		unknown, _ := kjson.UnmarshalStrict(asJSON, scratch, kjson.DisallowUnknownFields)
+		if len(unknown) > 0 {
+			return errors.Join(unknown...)
+		}
+	}
+	err := yaml.UnmarshalStrict([]byte(expanded), value)
+	if wrong := (*json.UnmarshalTypeError)(nil); errors.As(err, &wrong) {
+		is := wrong.Type.Kind()
+		return fmt.Errorf("%s: is of type %s, must be of type %s", wrong.Field, wrong.Value,
+			cmp.Or(jsonTypes[is], is.String()))
+	}
+	return err
 }
+
+// jsonTypes are the names of types as a file's author knows them.
+var jsonTypes = map[reflect.Kind]string{reflect.Struct: "object", reflect.Map: "object", reflect.Slice: "array"}
 
 // Print returns value as a file that Read reads.
 func Print(value any) (string, error) {
@@ -50,9 +72,14 @@ type Duration struct {
 	Err error
 }
 
-// UnmarshalText implements encoding.TextUnmarshaler. It never fails: see Err.
-func (d *Duration) UnmarshalText(text []byte) error {
-	d.Duration, d.Err = time.ParseDuration(string(text))
+// UnmarshalJSON implements json.Unmarshaler. It never fails: see Err.
+func (d *Duration) UnmarshalJSON(value []byte) error {
+	var text string
+	if err := json.Unmarshal(value, &text); err != nil {
+		d.Err = fmt.Errorf("%s: must be a duration with its unit, such as 30s", value)
+		return nil
+	}
+	d.Duration, d.Err = time.ParseDuration(text)
 	return nil
 }
 

@@ -236,6 +236,13 @@ func (in *index) record(ctx context.Context, ask func(context.Context, string) (
 		case <-ticker.C:
 		}
 	}
+	if !slices.ContainsFunc(in.Answers, func(a *answer) bool { return a.Error == "" }) {
+		why := "the time was over before the first answer"
+		if n := len(in.Answers); n > 0 {
+			why = in.Answers[n-1].Error
+		}
+		return fmt.Errorf("the gateway's admin interface has not answered (--admin): %s", why)
+	}
 	content, err := json.MarshalIndent(in, "", "  ")
 	if err != nil {
 		return err

@@ -250,8 +250,15 @@ func TestUsage(t *testing.T) {
 			t.Errorf("%q: %v", args, err)
 		}
 	}
-	err := Run(t.Context(), []string{"--gateway", "envoy", "--admin", "unix:///does/not/exist"}, io.Discard, io.Discard)
-	if err == nil || errors.Is(err, cli.ErrUsage) || !strings.Contains(err.Error(), "/does/not/exist") {
-		t.Error(err)
+	dir := t.TempDir()
+	for _, version := range []string{"", "1.40.0"} {
+		err := Run(t.Context(), []string{"--gateway", "envoy", "--admin", "unix:///does/not/exist", "--gateway-version", version,
+			"--for", "50ms", "--every", "1ms", "--dir", dir}, io.Discard, io.Discard)
+		if err == nil || errors.Is(err, cli.ErrUsage) || !strings.Contains(err.Error(), "/does/not/exist") {
+			t.Error(err)
+		}
+	}
+	if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
+		t.Errorf("an archive without an answer: %v, %v", left, err)
 	}
 }
