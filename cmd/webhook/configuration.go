@@ -38,9 +38,10 @@ type configuration struct {
 	// Mode is the mode of namespaces without the label lameduck.io/mode: enforce or observe. Hooks
 	// are added only where a label is enforce.
 	Mode string `json:"mode" jsonschema:"enum=enforce,enum=observe"`
-	// ExcludedNamespaces are namespaces whose pods never wait, in addition to the coordinators'
-	// own. Exclude them in the webhook configuration as well, so that the API server does not ask
-	// about them.
+	// ExcludedNamespaces are namespaces in which no deletion is held and no new pod gets a hook, in
+	// addition to the coordinators' own. Pods there that have a hook still wait at the barrier.
+	// Exclude them in the webhook configuration as well, so that the API server does not ask about
+	// them.
 	ExcludedNamespaces []string `json:"excludedNamespaces"`
 	// Certificates configures the source of the certificate and of the secret in the webhook's
 	// path.

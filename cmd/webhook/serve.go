@@ -119,7 +119,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		MaxHolds: o.Holds.Most, MaxHoldsPerOwner: o.Holds.PerOwner, Pods: pods{live}, Authenticate: who, Log: log,
 		Metrics:     coordinator.NewMetrics(registry),
 		PodContexts: around, Scope: o.Barrier.Ask, Sampling: drain.Sampling{AllUpTo: o.Barrier.Sampling.AllUpTo,
-			Size: o.Barrier.Sampling.Size, Learn: o.Barrier.Sampling.LearnFrom},
+			Size: o.Barrier.Sampling.Size, Learn: o.Barrier.Sampling.LearnFrom, Bound: o.Barrier.Bound.Duration},
 	})
 	roster := newRoster(coord, who, log)
 	watch := watches{coord: coord, index: index, roster: roster, others: others}

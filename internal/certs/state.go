@@ -39,7 +39,8 @@ import (
 
 // Times of the rotation.
 type Times struct {
-	// RotateEvery is the age at which a set is replaced. It is good for three times as long.
+	// RotateEvery is the age at which a set is replaced. It is good for three times as long. After a
+	// change it holds for the next set: the present one is replaced at its own, if that is earlier.
 	RotateEvery time.Duration
 	// Overlap is how long a step lasts at least, from when its effects were read back.
 	Overlap time.Duration
@@ -123,7 +124,7 @@ func (s State) step(now time.Time, known bool, asked string, names []string, t T
 		next := *s.Next
 		next.Known = time.Time{}
 		s.Current, s.Next, s.Former, changed = &next, nil, &former, true
-	case s.Next == nil && s.Former == nil && (asked != s.Asked || !now.Before(s.Current.Made.Add(t.RotateEvery)) ||
+	case s.Next == nil && s.Former == nil && (asked != s.Asked || !now.Before(s.Current.due(t)) ||
 		!s.Current.has(names)):
 		next, err := newSet(now, names, t)
 		if err != nil {
@@ -142,10 +143,23 @@ func (s State) wait(now time.Time, t Times) time.Duration {
 	case s.Next != nil && !s.Next.Known.IsZero():
 		return s.Next.Known.Add(t.Overlap).Sub(now)
 	case s.Current != nil:
-		return s.Current.Made.Add(t.RotateEvery).Sub(now)
+		return s.Current.due(t).Sub(now)
 	default:
 		return 0
 	}
+}
+
+// due returns when the set is to be replaced: at the age RotateEvery, or when a third of its time
+// is over, because it may have been made with a shorter RotateEvery.
+func (s *Set) due(t Times) time.Time {
+	at := s.Made.Add(t.RotateEvery)
+	if pair, err := s.pair(); err == nil {
+		third := s.Made.Add(pair.Leaf.NotAfter.Sub(s.Made) / 3)
+		if third.Before(at.Add(-time.Second)) { // a certificate's times have no fractions
+			return third
+		}
+	}
+	return at
 }
 
 // usable reports whether the set can be served now.

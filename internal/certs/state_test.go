@@ -173,3 +173,27 @@ func TestReasonsForAnotherSet(t *testing.T) {
 		t.Errorf("damaged: %+v, %v", next, err)
 	}
 }
+
+// A set that was made for 90 days is replaced in time although the next one is made for 3 years.
+func TestRotateEveryIsRaised(t *testing.T) {
+	was := Times{RotateEvery: 30 * 24 * time.Hour, Overlap: time.Hour}
+	is := Times{RotateEvery: 365 * 24 * time.Hour, Overlap: time.Hour}
+	now := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
+	s, _, err := State{}.step(now, false, "", names, was)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		after   time.Duration
+		changed bool
+	}{{was.RotateEvery - time.Hour, false}, {was.RotateEvery, true}} {
+		at := now.Add(c.after)
+		if wait := s.wait(at, is); wait != was.RotateEvery-c.after {
+			t.Errorf("after %s it waits %s", c.after, wait)
+		}
+		if next, changed, err := s.step(at, true, "", names, is); err != nil || changed != c.changed ||
+			changed && next.Next == nil {
+			t.Errorf("after %s: changed %t, %v", c.after, changed, err)
+		}
+	}
+}

@@ -221,8 +221,11 @@ func (c *Core) Bar(now time.Time, who Identity, asked wire.BarrierRequest, s Pod
 		return nil, serve.Refuse(http.StatusServiceUnavailable, "no address of pod %s is known here", asked.Pod)
 	case c.barriers >= c.limits.MaxBarriers:
 		return nil, serve.Refuse(http.StatusServiceUnavailable, "too many barriers wait at this replica")
+	case c.barriersOf[who.Agent] >= max(1, c.limits.MaxBarriers/4):
+		return nil, serve.Refuse(http.StatusServiceUnavailable, "too many barriers of this node wait at this replica")
 	}
 	c.barriers++
+	c.barriersOf[who.Agent]++
 	// Agents also delete connections to these addresses. Only those of a pod that is not known here
 	// are what the agent says.
 	if s.Known {
@@ -237,7 +240,13 @@ func (c *Core) Bar(now time.Time, who Identity, asked wire.BarrierRequest, s Pod
 }
 
 // Close ends the wait.
-func (b *Bar) Close() { b.core.barriers-- }
+func (b *Bar) Close() {
+	c, by := b.core, b.of.By
+	c.barriers--
+	if c.barriersOf[by]--; c.barriersOf[by] == 0 {
+		delete(c.barriersOf, by)
+	}
+}
 
 // Read records a live read of the pod. An agent may know before this replica that its pod is
 // terminating. It returns a refusal if the pod is not, because a barrier marks it as terminating

@@ -410,6 +410,24 @@ func TestHooksThatCannotBeAsked(t *testing.T) {
 	}
 }
 
+// One agent that asks without end takes no place from those of other nodes.
+func TestOneNodeDoesNotTakeAllPlaces(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a", with(newNearby()))
+		r.MaxBarriers = 8
+		bad, good := n.nodeAgent("bad", "replica-0"), n.nodeAgent("good", "replica-0")
+		var last <-chan passing
+		for range 3 {
+			last = bad.hook(pod("of-bad"))
+		}
+		if is := <-last; is.err == nil || !strings.Contains(is.err.Error(), "too many barriers of this node") {
+			t.Errorf("the third of 8 places: %v", is.err)
+		}
+		waits(t, good.hook(pod("victim")))
+	})
+}
+
 // Without this, an agent continues to observe the address of a pod for a replica that has died, and
 // takes the next pod at that address for one that is being deleted.
 func TestAStreamThatEndsEndsWhatItObserved(t *testing.T) {

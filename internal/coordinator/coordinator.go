@@ -93,7 +93,8 @@ type Options struct {
 	Scope drain.Scope
 	// Sampling has the sizes of samples of nodes. Zero: [drain.DefaultSampling].
 	Sampling drain.Sampling
-	// MaxBarriers bounds the hooks that wait. 0: 2048.
+	// MaxBarriers bounds the hooks that wait, of which those of one agent are a quarter at most. 0:
+	// 2048.
 	MaxBarriers int
 	// Claimant decides for witnesses whether a deletion may take capacity.
 	Claimant Claimant

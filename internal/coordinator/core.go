@@ -25,8 +25,9 @@ type Core struct {
 	times drain.Times
 	// limits has the bounds of waiting calls and hooks.
 	limits *Options
-	// holds and barriers count the waiting calls and hooks.
+	// holds and barriers count the waiting calls and hooks, barriersOf the hooks by agent.
 	holds, barriers int
+	barriersOf      map[drain.AgentID]int
 	// sessions holds each agent's newest stream.
 	sessions map[drain.AgentID]*Session
 	// last is what was written last. See [Core.written].
@@ -86,7 +87,7 @@ func NewCore(now time.Time, self drain.Holder, times drain.Times, o *Options) *C
 	o.MaxBarriers = cmp.Or(o.MaxBarriers, maxBarriers)
 	return &Core{
 		Ledger: drain.NewLedger(times, o.Scope, o.Sampling), Began: now, self: self, times: times, limits: o,
-		sessions: map[drain.AgentID]*Session{}, deleted: map[drain.UID]time.Time{},
+		sessions: map[drain.AgentID]*Session{}, barriersOf: map[drain.AgentID]int{}, deleted: map[drain.UID]time.Time{},
 		turns: map[string][]turn{}, asked: map[drain.UID]time.Time{}, reliedOn: map[drain.UID]struct{}{},
 		phases: map[drain.UID]drain.Phase{}, observed: map[drain.UID]*observed{},
 	}

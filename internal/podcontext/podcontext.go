@@ -48,7 +48,8 @@ func grace(p *corev1.Pod) time.Duration {
 }
 
 // maxBadWaits bounds the remembered annotations that could not be read and were logged.
-const maxBadWaits = 1000
+// maxBadText bounds each of them, in bytes: an annotation may have 256 KiB.
+const maxBadWaits, maxBadText = 1000, 200
 
 // Source returns the contexts of pods, from a cache. It implements [coordinator.PodContexts].
 type Source struct {
@@ -290,7 +291,9 @@ func (v *Source) duration(of client.Object, annotation string,
 		return max(0, d)
 	}
 	v.mu.Lock()
-	key := fmt.Sprintf("%T %s/%s %s %s", of, of.GetNamespace(), of.GetName(), annotation, text)
+	why := err.Error()
+	why = why[:min(len(why), maxBadText)]
+	key := fmt.Sprintf("%T %s/%s %s %s", of, of.GetNamespace(), of.GetName(), annotation, why)
 	said := v.wrong[key]
 	if v.wrong == nil || len(v.wrong) >= maxBadWaits {
 		v.wrong = map[string]bool{}
@@ -299,7 +302,7 @@ func (v *Source) duration(of client.Object, annotation string,
 	v.mu.Unlock()
 	if !said {
 		v.Log.Warn("annotation cannot be read: it states nothing", "kind", fmt.Sprintf("%T", of),
-			"namespace", of.GetNamespace(), "name", of.GetName(), "annotation", annotation, "error", err)
+			"namespace", of.GetNamespace(), "name", of.GetName(), "annotation", annotation, "error", why)
 	}
 	return 0
 }

@@ -1,8 +1,10 @@
 package podcontext
 
 import (
+	"bytes"
 	"context"
 	"log/slog"
+	"strings"
 	"testing"
 	"time"
 
@@ -447,5 +449,24 @@ func TestAColdViewKnowsNothing(t *testing.T) {
 	if s, err := v.PodContext(context.Background(),
 		"", drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}); err == nil {
 		t.Errorf("it says %+v", s)
+	}
+}
+
+// An annotation may have 256 KiB, and its author may change it again and again.
+func TestLongAnnotationsAreCut(t *testing.T) {
+	var log bytes.Buffer
+	v := &Source{Log: slog.New(slog.NewJSONHandler(&log, nil)), Now: time.Now}
+	of := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "web",
+		Annotations: map[string]string{idleBound: strings.Repeat("x", 256<<10)}}}
+	for range 2 {
+		v.duration(of, idleBound, time.ParseDuration)
+	}
+	if n := log.Len(); n == 0 || n > 1000 || strings.Count(log.String(), "\n") != 1 {
+		t.Errorf("it logs %d bytes, %d lines", n, strings.Count(log.String(), "\n"))
+	}
+	for key := range v.wrong {
+		if len(key) > 1000 {
+			t.Errorf("it remembers %d bytes", len(key))
+		}
 	}
 }

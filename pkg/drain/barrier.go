@@ -113,6 +113,8 @@ type Sampling struct {
 	// AllUpTo is the largest number of nodes for which ScopeAuto asks all. Size is how many nodes
 	// ScopeQuorum asks. Learn is how many times must have been measured before a sample is enough.
 	AllUpTo, Size, Learn int
+	// Bound is the bound of pods that state none. 0: Times.Deadline.
+	Bound time.Duration
 }
 
 // DefaultSampling is the sampling for real clusters. Tests with fewer agents use another.
@@ -461,13 +463,22 @@ func (h *durations) percentile(share float64) time.Duration {
 	return time.Duration(math.MaxInt64)
 }
 
-// learn records how long the gateway of a took to stop routing, if r is its first report of that,
-// after had. A node that was not seen to send may never have had rules for the pod: its time says
-// nothing of others.
-func (l *Ledger) learn(now time.Time, a *agent, d *drain, had State, r Report) {
-	if r.HasSent && r.State >= Removed && had < Removed && a.sampled() && a.gateOf(d) == AtBarrier &&
+// learn records how long a's gateway took to stop routing to the pod of d, once. A node that was
+// not seen to send may never have had rules for the pod: its time says nothing of others.
+func (l *Ledger) learn(now time.Time, a *agent, d *drain, is *received) {
+	if is.HasSent && is.State >= Removed && !is.learnt && a.sampled() && a.gateOf(d) == AtBarrier &&
 		now.Before(l.deadline(d)) {
-		l.learnt.add(now.Sub(d.since))
+		is.learnt = true
+		l.learnLength(d, now.Sub(d.since))
+	}
+}
+
+// learnLength records that the gateway of a node took so long. The owner of a pod decides how long
+// its barrier lasts, and all barriers wait for what is learned. So a short one teaches nothing,
+// because the slow nodes are missing from it, and a long one no more than the usual bound.
+func (l *Ledger) learnLength(d *drain, took time.Duration) {
+	if usual := cmp.Or(l.sampling.Bound, l.times.Deadline); l.length(d) >= usual*3/4 {
+		l.learnt.add(min(took, usual))
 	}
 }
 

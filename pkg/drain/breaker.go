@@ -22,9 +22,10 @@ const TrialEvery = 5 * time.Second
 // "In a row" means one after the other. Drains that expire at the same moment, or that overlap, are
 // one failure seen many times. So a drain counts only if it began here after the last counted one
 // had expired: a suspension takes three whole deadlines of silence, whether one pod is deleted or a
-// hundred. A drain also does not count if the agent had less than half a deadline for it. This
-// replica may have learned of the agent or of the drain late, an abandoned drain may have used up
-// the time, or the drain was queued.
+// hundred. A drain also does not count if the agent had less than half of its length for it, or of
+// the usual length if that is more. This replica may have learned of the agent or of the drain
+// late, an abandoned drain may have used up the time, the drain was queued, or the owner of the pod
+// has given its barrier a second, which is less than a sync of kube-proxy.
 //
 // Some answers are no strikes: Kept, a report about a young pod that is not accepted yet, and
 // Removed without Idle, which is up to the clients. A new session and a new boot of the agent do
@@ -100,7 +101,7 @@ func (l *Ledger) expire(now time.Time, d *drain) {
 			}
 		}
 		if d.gate == AtBarrier && a.sampled() && w.Connected && w.State < Removed {
-			l.learnt.add(l.length(d)) // its gateway takes at least that long
+			l.learnLength(d, l.length(d)) // its gateway takes at least that long
 		}
 		// No agent has learned of a drain that is queued.
 		if !d.queued && w.State < Removed && w.State != Kept {
@@ -113,7 +114,9 @@ func (l *Ledger) expire(now time.Time, d *drain) {
 func (l *Ledger) strike(a *agent, d *drain) {
 	over := l.deadline(d)
 	mayBeCutOff := a.session == 0 && a.met && 2*l.total.Missing > l.total.Expected
-	if over.Sub(later(d.toldAt, a.knownAt)) < l.length(d)/2 || d.begun.Before(a.breaker.struckAt) || mayBeCutOff {
+	usual := min(l.times.Deadline, cmp.Or(l.sampling.Bound, l.times.Deadline))
+	if over.Sub(later(d.toldAt, a.knownAt)) < max(l.length(d), usual)/2 || d.begun.Before(a.breaker.struckAt) ||
+		mayBeCutOff {
 		return
 	}
 	b := &a.breaker

@@ -506,11 +506,11 @@ func TestWhoIsNotBelievedOfAYoungPodIsNotToBlame(t *testing.T) {
 	learnt := w.learnt.n
 	for _, name := range []string{"a", "b", "c", "d"} {
 		p := pod(name)
-		w.open(p, "node-1", func(b *Barrier) { b.Young, b.Bound = 10*time.Second, 5*time.Second })
+		w.open(p, "node-1", func(b *Barrier) { b.Young, b.Bound = 40*time.Second, 30*time.Second })
+		w.pass(20 * time.Second)
 		w.see("node-1", p, Idle, true)
-		w.pass(time.Second)
 		w.see("node-2", p, Removed, false)
-		w.pass(4 * time.Second)
+		w.pass(10 * time.Second)
 		w.Tick(w.now)
 		w.wantBarrier(p, "Released Deadline node-1:unknown node-2:unknown")
 		w.GatePassed(w.now, AtBarrier, p.UID)
@@ -522,9 +522,10 @@ func TestWhoIsNotBelievedOfAYoungPodIsNotToBlame(t *testing.T) {
 	// Who says nothing is.
 	for _, name := range []string{"e", "f", "g"} {
 		p := pod(name)
-		w.open(p, "node-1", func(b *Barrier) { b.Young, b.Bound = 10*time.Second, 5*time.Second })
+		w.open(p, "node-1", func(b *Barrier) { b.Young, b.Bound = 40*time.Second, 30*time.Second })
+		w.pass(20 * time.Second)
 		w.see("node-1", p, Idle, true)
-		w.pass(5 * time.Second)
+		w.pass(10 * time.Second)
 		w.Tick(w.now)
 		w.GatePassed(w.now, AtBarrier, p.UID)
 	}
@@ -624,4 +625,61 @@ func TestAReplicaThatMetNobodyConvincesNoOther(t *testing.T) {
 	}
 	old.wantSuspensions()
 	fresh.wantSuspensions("-one", "-three", "-two")
+}
+
+// The owner of a pod chooses how long its barrier lasts. One who chooses less than a sync of
+// kube-proxy does not suspend the nodes for the pods of others.
+func TestShortBarriersAreNoStrikes(t *testing.T) {
+	w := newWorld(t)
+	w.observe("node-1")
+	for i := range StrikesOut + 1 {
+		p := pod(fmt.Sprint("short-", i))
+		w.open(p, "node-1", func(b *Barrier) { b.Bound = time.Second })
+		w.report("node-1", Report{UID: p.UID, State: Routing, Gate: AtBarrier, HasSent: true})
+		w.pass(time.Second)
+		w.Tick(w.now)
+		w.pass(time.Second)
+	}
+	if n := w.Counts().Suspended; n > 0 {
+		t.Errorf("%d suspended", n)
+	}
+	p := pod("victim")
+	w.open(p, "node-1")
+	if s := w.Status(w.now, AtBarrier, p.UID); !s.Waits() {
+		t.Errorf("the pod of another owner does not wait: %s", line(s))
+	}
+}
+
+// What all barriers wait for is not decided by one agent that reports again and again, nor by the
+// owner of one pod, who chooses how long its barrier lasts.
+func TestWhatIsLearnedOfOneDrain(t *testing.T) {
+	for name, c := range map[string]struct {
+		bound, after time.Duration
+		want         int
+		most         time.Duration
+	}{
+		"as usual":      {30 * time.Second, time.Second, 1, 1200 * time.Millisecond},
+		"too short":     {time.Second, 900 * time.Millisecond, 0, 0},
+		"longer":        {5 * time.Minute, 2 * time.Minute, 1, 36 * time.Second},
+		"until it ends": {5 * time.Minute, 5 * time.Minute, 1, 36 * time.Second},
+	} {
+		w := newWorld(t)
+		w.observe("node-1")
+		p := pod("a")
+		w.open(p, "node-1", func(b *Barrier) { b.Bound = c.bound })
+		w.report("node-1", Report{UID: p.UID, State: Routing, Gate: AtBarrier, HasSent: true})
+		for end := w.now.Add(c.after); w.now.Before(end); {
+			w.pass(min(10*time.Second, end.Sub(w.now))) // an agent repeats what it has reported
+			w.report("node-1", Report{UID: p.UID, State: Routing, Gate: AtBarrier, HasSent: true})
+		}
+		w.Tick(w.now)
+		for range 3 {
+			for _, s := range []State{Removed, Routing} {
+				w.report("node-1", Report{UID: p.UID, State: s, Gate: AtBarrier, HasSent: true})
+			}
+		}
+		if got := w.learnt.percentile(1); w.learnt.n != c.want || c.want > 0 && got > c.most {
+			t.Errorf("%s: learned %d times, at most %s, want %d, %s", name, w.learnt.n, got, c.want, c.most)
+		}
+	}
 }

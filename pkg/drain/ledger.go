@@ -445,12 +445,9 @@ func (l *Ledger) Report(
 		if d == nil || !d.open || r.Number != d.number || !l.routes(a, d) {
 			continue // it was not asked, or about an earlier drain
 		}
-		was, had := a.reports[r.Gate][of], StateUnknown
-		if was != nil {
-			if asOf.Before(was.at) {
-				continue
-			}
-			had = was.State
+		was := a.reports[r.Gate][of]
+		if was != nil && asOf.Before(was.at) {
+			continue
 		}
 		// Before it counts: a late report does not undo that it was missing.
 		l.expire(now, d)
@@ -459,14 +456,14 @@ func (l *Ledger) Report(
 		if was == nil {
 			was = l.keepReport(asOf, a, r, len(reports))
 		}
-		if was.since.IsZero() || had != r.State {
+		if was.since.IsZero() || was.State != r.State {
 			was.since = now
 		}
 		was.Report, was.at = r, asOf
 		fresher = fresher || early && !d.tooEarly(was)
 		news = news || fresher
 		if r.Gate == AtBarrier {
-			l.learn(now, a, d, had, r)
+			l.learn(now, a, d, was)
 			d.barrier.inFlight = d.barrier.inFlight || r.InFlight
 		}
 		l.taken(now, d, was, fresher)

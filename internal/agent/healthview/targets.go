@@ -125,10 +125,22 @@ func stateOf(t health.Detail) string {
 	}
 }
 
+// maxReaders bounds the answers that are read at the same time. Each is whole in memory, 2 MB for
+// 5,000 targets, for as long as its reader likes to take.
+const maxReaders = 8
+
 // Targets answers GET /v1/targets with all targets, sorted by pool and address. ports are the
 // Services that feed each pool, names returns namespace/name of pods.
 func Targets(set *health.Set, ports map[health.Pool]endpoints.Port, names func() map[health.UID]string) http.Handler {
+	readers := make(chan struct{}, maxReaders)
 	return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		select {
+		case readers <- struct{}{}:
+			defer func() { <-readers }()
+		default:
+			http.Error(w, "others are still reading", http.StatusServiceUnavailable)
+			return
+		}
 		w.Header().Set("Content-Type", "application/json")
 		e := json.NewEncoder(w)
 		e.SetIndent("", "  ")

@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
+	"sync"
 	"testing"
 	"time"
 
@@ -80,5 +81,39 @@ func TestTargetsSayWhy(t *testing.T) {
 		"web shop/web 10.0.0.5:80  absent pending 0\n", "web shop/web [fd00::6]:80  unread pending 0\n",
 	}, got); diff != "" {
 		t.Errorf("(-want +got):\n%s", diff)
+	}
+}
+
+// slow is a reader that does not read on before over is closed.
+type slow struct {
+	http.ResponseWriter
+	reading chan<- struct{}
+	over    <-chan struct{}
+}
+
+func (s slow) Write(b []byte) (int, error) {
+	s.reading <- struct{}{}
+	<-s.over
+	return s.ResponseWriter.Write(b)
+}
+
+// Each answer is whole in memory: readers that read slowly must not fill it.
+func TestReadersAreBounded(t *testing.T) {
+	handler, reading, over := shown(t), make(chan struct{}), make(chan struct{})
+	var all sync.WaitGroup
+	request := httptest.NewRequest(http.MethodGet, Path, nil)
+	for range maxReaders {
+		all.Go(func() { handler.ServeHTTP(slow{httptest.NewRecorder(), reading, over}, request) })
+		<-reading
+	}
+	w := httptest.NewRecorder()
+	if handler.ServeHTTP(w, request); w.Code != http.StatusServiceUnavailable {
+		t.Errorf("one more gets %d", w.Code)
+	}
+	close(over)
+	all.Wait()
+	w = httptest.NewRecorder()
+	if handler.ServeHTTP(w, request); w.Code != http.StatusOK {
+		t.Errorf("after that one gets %d", w.Code)
 	}
 }
