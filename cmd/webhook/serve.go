@@ -384,5 +384,8 @@ func strip(object any) (any, error) {
 			pod.Status.ContainerStatuses[i] = corev1.ContainerStatus{State: running}
 		}
 	}
+	if node, ok := object.(*corev1.Node); ok {
+		node.Status.Images = nil
+	}
 	return cache.TransformStripManagedFields()(object)
 }

@@ -66,4 +66,9 @@ func TestStrip(t *testing.T) {
 	if diff := cmp.Diff(want, got); diff != "" || err != nil {
 		t.Errorf("strip (-want +got): %v\n%s", err, diff)
 	}
+	got, err = strip(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n"}, Status: corev1.NodeStatus{
+		Images: []corev1.ContainerImage{{Names: []string{"i"}}}}})
+	if diff := cmp.Diff(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n"}}, got); diff != "" || err != nil {
+		t.Errorf("strip (-want +got): %v\n%s", err, diff)
+	}
 }
