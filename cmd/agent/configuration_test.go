@@ -132,9 +132,13 @@ func TestPrintConfig(t *testing.T) {
 	if diff := cmp.Diff(first, print(write(t, dir, first))); diff != "" {
 		t.Error(diff)
 	}
-	var out bytes.Buffer
-	if err := run(t.Context(), []string{"--config", write(t, dir, "colour: red"), "--print-config"}, getenv, &out,
-		&out); !errors.Is(err, cli.ErrUsage) || !strings.Contains(err.Error(), "colour") {
-		t.Error(err)
+	for text, want := range map[string]string{"colour: red": "colour", "healthTimeout: 30": "30: must be a duration",
+		"healthTimeout:": "null: must be a duration", "[a]": "the file: is of type array",
+		"health: {minHealthyPercent: 1.5}": "health.minHealthyPercent: is of type number, must be of type int"} {
+		var out bytes.Buffer
+		if err := run(t.Context(), []string{"--config", write(t, dir, text), "--print-config"}, getenv, &out,
+			&out); !errors.Is(err, cli.ErrUsage) || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want %q", text, err, want)
+		}
 	}
 }

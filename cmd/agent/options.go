@@ -200,6 +200,9 @@ func (f file) print(path string, getenv func(string) string, out io.Writer) erro
 	if err := config.Read(content, getenv, &f); err != nil {
 		return fmt.Errorf("%w: --config %q: %w", cli.ErrUsage, path, err)
 	}
+	if err := errors.Join(f.EndpointsLag.Err, f.HealthTimeout.Err); err != nil {
+		return fmt.Errorf("%w: --config %q: %w", cli.ErrUsage, path, err)
+	}
 	f.APIVersion, f.Kind = apiVersion, kind
 	_, kind, _ := f.Gateway.Kind() // not validated
 	f.complete(kind)

@@ -357,13 +357,13 @@ func TestStatusTellsOfADeletionOnce(t *testing.T) {
 	var out strings.Builder
 	writeStatus(w, false, &out)
 	for _, o := range outcomes {
-		if n := strings.Count(out.String(), o.Pod); n != 1 {
+		if n := strings.Count(out.String(), o.Pod); n != 1 || !strings.Contains(out.String(), "hold") {
 			t.Errorf("%s %d times in\n%s", o.Pod, n, &out)
 		}
 	}
 }
 
-// An operator who broke the glass and forgot it reads so first.
+// An operator who has forgotten that the glass is broken reads that first.
 func TestStatusWithoutAWebhookConfiguration(t *testing.T) {
 	view := api.View{Replica: api.Replica{Unasked: true}}
 	w := merge([]answer[api.View]{{replica: &replica{name: "older"}}, {replica: &replica{name: "b"}, said: view}})

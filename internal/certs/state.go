@@ -39,9 +39,8 @@ import (
 
 // Times of the rotation.
 type Times struct {
-	// RotateEvery is the age at which a set is replaced. It is good for three times as long. After
-	// a change it holds for the next set: the present one is replaced at its own, if that is
-	// earlier.
+	// RotateEvery is the age at which a set is replaced, and a third of the validity of the next
+	// one. A set is replaced at a third of its own validity if that is earlier.
 	RotateEvery time.Duration
 	// Overlap is how long a step lasts at least, from when its effects were read back.
 	Overlap time.Duration

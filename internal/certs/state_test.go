@@ -178,7 +178,7 @@ func TestReasonsForAnotherSet(t *testing.T) {
 func TestRotateEveryIsRaised(t *testing.T) {
 	was := Times{RotateEvery: 30 * 24 * time.Hour, Overlap: time.Hour}
 	is := Times{RotateEvery: 365 * 24 * time.Hour, Overlap: time.Hour}
-	now := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
+	now := time.Date(2026, 1, 1, 0, 0, 0, 500, time.UTC)
 	s, _, err := State{}.step(now, false, "", names, was)
 	if err != nil {
 		t.Fatal(err)
@@ -188,7 +188,10 @@ func TestRotateEveryIsRaised(t *testing.T) {
 		changed bool
 	}{{was.RotateEvery - time.Hour, false}, {was.RotateEvery, true}} {
 		at := now.Add(c.after)
-		if wait := s.wait(at, is); wait != was.RotateEvery-c.after {
+		if wait := s.wait(at, was); wait != was.RotateEvery-c.after {
+			t.Errorf("without a change it waits %s after %s", wait, c.after)
+		}
+		if wait := s.wait(at, is).Round(time.Second); wait != was.RotateEvery-c.after {
 			t.Errorf("after %s it waits %s", c.after, wait)
 		}
 		if next, changed, err := s.step(at, true, "", names, is); err != nil || changed != c.changed ||

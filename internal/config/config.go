@@ -11,6 +11,7 @@ import (
 	"reflect"
 	"regexp"
 	"slices"
+	"strings"
 	"time"
 
 	kjson "sigs.k8s.io/json"
@@ -49,9 +50,9 @@ func Read(content []byte, getenv func(string) string, value any) error {
 	}
 	err := yaml.UnmarshalStrict([]byte(expanded), value)
 	if wrong := (*json.UnmarshalTypeError)(nil); errors.As(err, &wrong) {
-		is := wrong.Type.Kind()
-		return fmt.Errorf("%s: is of type %s, must be of type %s", wrong.Field, wrong.Value,
-			cmp.Or(jsonTypes[is], is.String()))
+		is, _, _ := strings.Cut(wrong.Value, " ")
+		return fmt.Errorf("%s: is of type %s, must be of type %s", cmp.Or(wrong.Field, "the file"), is,
+			cmp.Or(jsonTypes[wrong.Type.Kind()], wrong.Type.Kind().String()))
 	}
 	return err
 }
@@ -74,12 +75,12 @@ type Duration struct {
 
 // UnmarshalJSON implements json.Unmarshaler. It never fails: see Err.
 func (d *Duration) UnmarshalJSON(value []byte) error {
-	var text string
-	if err := json.Unmarshal(value, &text); err != nil {
+	var text *string
+	if err := json.Unmarshal(value, &text); err != nil || text == nil {
 		d.Err = fmt.Errorf("%s: must be a duration with its unit, such as 30s", value)
 		return nil
 	}
-	d.Duration, d.Err = time.ParseDuration(text)
+	d.Duration, d.Err = time.ParseDuration(*text)
 	return nil
 }
 

@@ -419,12 +419,14 @@ func TestOneNodeDoesNotTakeAllPlaces(t *testing.T) {
 		bad, good := n.nodeAgent("bad", "replica-0"), n.nodeAgent("good", "replica-0")
 		var last <-chan passing
 		for range 3 {
-			last = bad.hook(pod("of-bad"))
+			last = bad.hook(pod("of-bad"), func(b *wire.BarrierRequest) { b.BoundMillis = 1000 })
 		}
 		if is := <-last; is.err == nil || !strings.Contains(is.err.Error(), "too many barriers of this node") {
 			t.Errorf("the third of 8 places: %v", is.err)
 		}
 		waits(t, good.hook(pod("victim")))
+		time.Sleep(2 * time.Second)
+		waits(t, bad.hook(pod("next-of-bad"))) // the places of hooks that have ended are free
 	})
 }
 

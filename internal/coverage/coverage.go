@@ -70,7 +70,8 @@ func (c Consumer) String() string {
 type Source struct {
 	// Reader is a cache with Services and pods, and what [Source.Watch] adds to it.
 	Reader client.Reader
-	// Synced reports whether Reader has Services and pods.
+	// Synced reports whether Reader has Services and pods, and [Source.Asked] is true. Before that
+	// no coverage is known. A replica may be ready a moment earlier.
 	Synced   func() bool
 	Gateways []Gateway
 	// Agent returns an agent by its pod's UID, without an ID if there is none.

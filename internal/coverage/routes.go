@@ -102,7 +102,7 @@ func (s *Source) Watch(ctx context.Context, known cache.Cache, mapper meta.RESTM
 	return names, nil
 }
 
-// Follow calls [Source.Watch], and again and again until ctx is done.
+// Follow calls [Source.Watch] now and every kindsEvery, until ctx is done.
 func (s *Source) Follow(ctx context.Context, known cache.Cache, mapper meta.RESTMapper, log *slog.Logger) error {
 	ticker := time.NewTicker(kindsEvery)
 	defer ticker.Stop()

@@ -71,7 +71,9 @@ func ofAll(r *http.Request) bool { return r.URL.Query().Get("replicas") == "all"
 func (d *Dashboard) view() api.View {
 	v := d.Coordinator.View(maxDrains, maxReports)
 	v.Outcomes = v.Outcomes[:min(len(v.Outcomes), maxOutcomes)]
-	v.Replica.Unasked = d.Unasked != nil && d.Unasked()
+	if d.Unasked != nil {
+		v.Replica.Unasked = d.Unasked()
+	}
 	d.addPods(&v.Barriers)
 	modes := map[string]int{}
 	for _, a := range v.Agents.Items {

@@ -48,7 +48,7 @@ func grace(p *corev1.Pod) time.Duration {
 }
 
 // maxBadWaits bounds the remembered annotations that could not be read and were logged.
-// maxBadText bounds each of them, in bytes: an annotation may have 256 KiB.
+// maxBadText bounds each of them, in characters: an annotation may have 256 KiB.
 const maxBadWaits, maxBadText = 1000, 200
 
 // Source returns the contexts of pods, from a cache. It implements [coordinator.PodContexts].
@@ -291,8 +291,7 @@ func (v *Source) duration(of client.Object, annotation string,
 		return max(0, d)
 	}
 	v.mu.Lock()
-	why := err.Error()
-	why = why[:min(len(why), maxBadText)]
+	why := fmt.Sprintf("%.*s", maxBadText, err)
 	key := fmt.Sprintf("%T %s/%s %s %s", of, of.GetNamespace(), of.GetName(), annotation, why)
 	said := v.wrong[key]
 	if v.wrong == nil || len(v.wrong) >= maxBadWaits {

@@ -115,7 +115,7 @@ func (m *Mutator) bound(ctx context.Context, pod *corev1.Pod, in Place) (longest
 		d, err := time.ParseDuration(text)
 		if err = cmp.Or(err, wrongBound(d)); err != nil {
 			m.Log.Warn("annotation cannot be read: it states nothing", "object", object,
-				"annotation", keys.BarrierBound, "error", err)
+				"annotation", keys.BarrierBound, "error", fmt.Sprintf("%.200s", err)) // the text may have 256 KiB
 			return 0
 		}
 		return d

@@ -60,8 +60,6 @@ type received struct {
 	// since is when it first reported that, place its index in the list of its subject.
 	since time.Time
 	place int
-	// learnt: the time until it was Removed is in Ledger.learnt.
-	learnt bool
 }
 
 // Expect replaces the list of agents that exist according to the API. One that is no longer listed

@@ -85,6 +85,8 @@ type barrier struct {
 	// the nodes outside of it.
 	rest   time.Duration
 	sample map[AgentID]struct{}
+	// learnt are the agents of which it has taught how long they take.
+	learnt map[AgentID]struct{}
 	// removedBy are the directed agents that need not acknowledge: they had stopped routing to the
 	// pod when its drain at the hold ended here with the pod. That drain keeps them until the
 	// barrier is opened. Nil: there was no such drain.
@@ -113,7 +115,7 @@ type Sampling struct {
 	// AllUpTo is the largest number of nodes for which ScopeAuto asks all. Size is how many nodes
 	// ScopeQuorum asks. Learn is how many times must have been measured before a sample is enough.
 	AllUpTo, Size, Learn int
-	// Bound is the bound of pods that state none. 0: Times.Deadline.
+	// Bound is the bound of pods that state none. 0: [Times.Deadline].
 	Bound time.Duration
 }
 
@@ -466,20 +468,25 @@ func (h *durations) percentile(share float64) time.Duration {
 // learn records how long a's gateway took to stop routing to the pod of d, once. A node that was
 // not seen to send may never have had rules for the pod: its time says nothing of others.
 func (l *Ledger) learn(now time.Time, a *agent, d *drain, is *received) {
-	if is.HasSent && is.State >= Removed && !is.learnt && a.sampled() && a.gateOf(d) == AtBarrier &&
-		now.Before(l.deadline(d)) {
-		is.learnt = true
-		l.learnLength(d, now.Sub(d.since))
+	if is.HasSent && is.State >= Removed && a.sampled() && a.gateOf(d) == AtBarrier && now.Before(l.deadline(d)) {
+		l.learnLength(a, d, now.Sub(d.since))
 	}
 }
 
-// learnLength records that the gateway of a node took so long. The owner of a pod decides how long
-// its barrier lasts, and all barriers wait for what is learned. So a short one teaches nothing,
-// because the slow nodes are missing from it, and a long one no more than the usual bound.
-func (l *Ledger) learnLength(d *drain, took time.Duration) {
-	if usual := cmp.Or(l.sampling.Bound, l.times.Deadline); l.length(d) >= usual*3/4 {
-		l.learnt.add(min(took, usual))
+// learnLength records that a's gateway took so long to stop routing to the pod of d. The owner of a
+// pod decides how long its barrier lasts, and all barriers wait for what is learned. So a short one
+// teaches nothing, because the slow nodes are missing from it, and a long one no more than the
+// usual bound.
+func (l *Ledger) learnLength(a *agent, d *drain, took time.Duration) {
+	usual := l.sampling.Bound
+	if _, already := d.barrier.learnt[a.ID]; already || l.length(d) < usual*3/4 {
+		return
 	}
+	if d.barrier.learnt == nil {
+		d.barrier.learnt = map[AgentID]struct{}{}
+	}
+	d.barrier.learnt[a.ID] = struct{}{}
+	l.learnt.add(min(took, usual))
 }
 
 // StatedWait is the wait that a Service states for consumers that can never acknowledge.
@@ -539,11 +546,11 @@ func ParseStatedWait(text string) (w StatedWait, err error) {
 		case name == "unhealthyThreshold":
 			threshold, err = strconv.Atoi(value)
 		default:
-			return StatedWait{}, fmt.Errorf("stated wait %.100q: %q is not one of checkInterval, unhealthyThreshold "+
-				"and timeout", text, name)
+			return StatedWait{}, fmt.Errorf("stated wait %.100q: %.100q is not one of checkInterval, "+
+				"unhealthyThreshold and timeout", text, name)
 		}
 		if err != nil {
-			return StatedWait{}, fmt.Errorf("stated wait %.100q: %s: %w", text, name, err)
+			return StatedWait{}, fmt.Errorf("stated wait %.100q: %s: %.100s", text, name, err)
 		}
 		seen[name] = true
 	}

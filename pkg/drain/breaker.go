@@ -101,7 +101,7 @@ func (l *Ledger) expire(now time.Time, d *drain) {
 			}
 		}
 		if d.gate == AtBarrier && a.sampled() && w.Connected && w.State < Removed {
-			l.learnLength(d, l.length(d)) // its gateway takes at least that long
+			l.learnLength(a, d, l.length(d)) // its gateway takes at least that long
 		}
 		// No agent has learned of a drain that is queued.
 		if !d.queued && w.State < Removed && w.State != Kept {
@@ -114,7 +114,7 @@ func (l *Ledger) expire(now time.Time, d *drain) {
 func (l *Ledger) strike(a *agent, d *drain) {
 	over := l.deadline(d)
 	mayBeCutOff := a.session == 0 && a.met && 2*l.total.Missing > l.total.Expected
-	usual := min(l.times.Deadline, cmp.Or(l.sampling.Bound, l.times.Deadline))
+	usual := min(l.times.Deadline, l.sampling.Bound)
 	if over.Sub(later(d.toldAt, a.knownAt)) < max(l.length(d), usual)/2 || d.begun.Before(a.breaker.struckAt) ||
 		mayBeCutOff {
 		return

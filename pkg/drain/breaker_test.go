@@ -627,6 +627,22 @@ func TestAReplicaThatMetNobodyConvincesNoOther(t *testing.T) {
 	fresh.wantSuspensions("-one", "-three", "-two")
 }
 
+// Where the operator has made barriers short, three of them suspend a node that does not answer.
+func TestShortBarriersAreStrikesWhereAllAreShort(t *testing.T) {
+	w := newWorld(t)
+	w.Ledger = NewLedger(w.times, ScopeAuto, Sampling{AllUpTo: 200, Size: 50, Learn: 1000, Bound: 4 * time.Second})
+	w.observe("node-1")
+	for i := range StrikesOut {
+		p := pod(fmt.Sprint("short-", i))
+		w.open(p, "node-1", func(b *Barrier) { b.Bound = 4 * time.Second })
+		w.pass(4 * time.Second)
+		w.Tick(w.now)
+	}
+	if n := w.Counts().Suspended; n != 1 {
+		t.Errorf("%d suspended, want 1", n)
+	}
+}
+
 // The owner of a pod chooses how long its barrier lasts. One who chooses less than a sync of
 // kube-proxy does not suspend the nodes for the pods of others.
 func TestShortBarriersAreNoStrikes(t *testing.T) {
@@ -654,16 +670,19 @@ func TestShortBarriersAreNoStrikes(t *testing.T) {
 // owner of one pod, who chooses how long its barrier lasts.
 func TestWhatIsLearnedOfOneDrain(t *testing.T) {
 	for name, c := range map[string]struct {
-		bound, after time.Duration
-		want         int
-		most         time.Duration
+		usual, bound, after time.Duration
+		want                int
+		most                time.Duration
 	}{
-		"as usual":      {30 * time.Second, time.Second, 1, 1200 * time.Millisecond},
-		"too short":     {time.Second, 900 * time.Millisecond, 0, 0},
-		"longer":        {5 * time.Minute, 2 * time.Minute, 1, 36 * time.Second},
-		"until it ends": {5 * time.Minute, 5 * time.Minute, 1, 36 * time.Second},
+		"as usual":            {0, 30 * time.Second, time.Second, 1, 1200 * time.Millisecond},
+		"too short":           {0, time.Second, 900 * time.Millisecond, 0, 0},
+		"longer":              {0, 5 * time.Minute, 2 * time.Minute, 1, 36 * time.Second},
+		"until it ends":       {0, 5 * time.Minute, 5 * time.Minute, 1, 36 * time.Second},
+		"short ones as usual": {4 * time.Second, 4 * time.Second, time.Second, 1, 1200 * time.Millisecond},
+		"longer than short":   {4 * time.Second, 30 * time.Second, 20 * time.Second, 1, 4800 * time.Millisecond},
 	} {
 		w := newWorld(t)
+		w.Ledger = NewLedger(w.times, ScopeAuto, Sampling{AllUpTo: 200, Size: 50, Learn: 1000, Bound: c.usual})
 		w.observe("node-1")
 		p := pod("a")
 		w.open(p, "node-1", func(b *Barrier) { b.Bound = c.bound })
@@ -673,7 +692,10 @@ func TestWhatIsLearnedOfOneDrain(t *testing.T) {
 			w.report("node-1", Report{UID: p.UID, State: Routing, Gate: AtBarrier, HasSent: true})
 		}
 		w.Tick(w.now)
-		for range 3 {
+		for i := range 4 {
+			if i == 2 {
+				w.observe("node-1") // with another session
+			}
 			for _, s := range []State{Removed, Routing} {
 				w.report("node-1", Report{UID: p.UID, State: s, Gate: AtBarrier, HasSent: true})
 			}

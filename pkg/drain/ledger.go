@@ -89,6 +89,7 @@ type progress struct {
 // NewLedger returns an empty ledger. times must pass [Times.Check]. scope and sampling choose which
 // nodes are asked at barriers.
 func NewLedger(times Times, scope Scope, sampling Sampling) *Ledger {
+	sampling.Bound = cmp.Or(sampling.Bound, times.Deadline)
 	return &Ledger{
 		times: times, subjects: map[UID]*subject{},
 		roster: roster{

@@ -126,7 +126,7 @@ func stateOf(t health.Detail) string {
 }
 
 // maxReaders bounds the answers that are read at the same time. Each is whole in memory, 2 MB for
-// 5,000 targets, for as long as its reader likes to take.
+// 5,000 targets, until it is read or the server's time to write it is over.
 const maxReaders = 8
 
 // Targets answers GET /v1/targets with all targets, sorted by pool and address. ports are the

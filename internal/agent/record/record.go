@@ -236,8 +236,8 @@ func (in *index) record(ctx context.Context, ask func(context.Context, string) (
 		case <-ticker.C:
 		}
 	}
-	if !slices.ContainsFunc(in.Answers, func(a *answer) bool { return a.Error == "" }) {
-		why := "the time was over before the first answer"
+	if !slices.ContainsFunc(in.Answers, func(a *answer) bool { return a.Error == "" || a.File != "" }) {
+		why := "the recording ended before the first answer"
 		if n := len(in.Answers); n > 0 {
 			why = in.Answers[n-1].Error
 		}
