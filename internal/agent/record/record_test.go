@@ -252,8 +252,8 @@ func TestUsage(t *testing.T) {
 	}
 	dir := t.TempDir()
 	for _, version := range []string{"", "1.40.0"} {
-		err := Run(t.Context(), []string{"--gateway", "envoy", "--admin", "unix:///does/not/exist", "--gateway-version", version,
-			"--for", "50ms", "--every", "1ms", "--dir", dir}, io.Discard, io.Discard)
+		err := Run(t.Context(), []string{"--gateway", "envoy", "--admin", "unix:///does/not/exist",
+			"--gateway-version", version, "--for", "50ms", "--every", "1ms", "--dir", dir}, io.Discard, io.Discard)
 		if err == nil || errors.Is(err, cli.ErrUsage) || !strings.Contains(err.Error(), "/does/not/exist") {
 			t.Error(err)
 		}
