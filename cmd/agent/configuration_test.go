@@ -132,9 +132,13 @@ func TestPrintConfig(t *testing.T) {
 	if diff := cmp.Diff(first, print(write(t, dir, first))); diff != "" {
 		t.Error(diff)
 	}
-	for text, want := range map[string]string{"colour: red": "colour", "healthTimeout: 30": "30: must be a duration",
-		"healthTimeout:": "null: must be a duration", "[a]": "the file: is of type array",
-		"health: {minHealthyPercent: 1.5}": "health.minHealthyPercent: is of type number, must be of type int"} {
+	for text, want := range map[string]string{
+		"colour: red":                      "colour",
+		"healthTimeout: 30":                "healthTimeout: 30: must be a duration",
+		"endpointsLag:":                    "endpointsLag: null: must be a duration",
+		"[a]":                              "the file: is of type array",
+		"health: {minHealthyPercent: 1.5}": "health.minHealthyPercent: is of type number, must be of type int",
+	} {
 		var out bytes.Buffer
 		if err := run(t.Context(), []string{"--config", write(t, dir, text), "--print-config"}, getenv, &out,
 			&out); !errors.Is(err, cli.ErrUsage) || !strings.Contains(err.Error(), want) {

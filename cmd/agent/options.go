@@ -200,7 +200,7 @@ func (f file) print(path string, getenv func(string) string, out io.Writer) erro
 	if err := config.Read(content, getenv, &f); err != nil {
 		return fmt.Errorf("%w: --config %q: %w", cli.ErrUsage, path, err)
 	}
-	if err := errors.Join(f.EndpointsLag.Err, f.HealthTimeout.Err); err != nil {
+	if err := errors.Join(f.unread()...); err != nil {
 		return fmt.Errorf("%w: --config %q: %w", cli.ErrUsage, path, err)
 	}
 	f.APIVersion, f.Kind = apiVersion, kind
@@ -214,6 +214,17 @@ func (f file) print(path string, getenv func(string) string, out io.Writer) erro
 	return cli.ErrPrinted
 }
 
+// unread returns why durations cannot be read, each with its key.
+func (f *file) unread() (errs []error) {
+	if err := f.EndpointsLag.Err; err != nil {
+		errs = append(errs, fmt.Errorf("endpointsLag: %w", err))
+	}
+	if err := f.HealthTimeout.Err; err != nil {
+		errs = append(errs, fmt.Errorf("healthTimeout: %w", err))
+	}
+	return errs
+}
+
 // check returns the kind of gateway. Its error names all invalid values, not only the first.
 func (f *file) check() (gateway.Kind, error) {
 	var errs []error
@@ -224,9 +235,8 @@ func (f *file) check() (gateway.Kind, error) {
 	}
 	must(f.APIVersion == apiVersion, "apiVersion %q: must be %q", f.APIVersion, apiVersion)
 	must(f.Kind == kind, "kind %q: must be %q", f.Kind, kind)
-	must(f.EndpointsLag.Err == nil, "endpointsLag: %w", f.EndpointsLag.Err)
+	errs = append(errs, f.unread()...)
 	must(f.EndpointsLag.Duration >= 0, "endpointsLag %q: must not be negative", f.EndpointsLag)
-	must(f.HealthTimeout.Err == nil, "healthTimeout: %w", f.HealthTimeout.Err)
 	must(f.HealthTimeout.Duration >= 0, "healthTimeout %q: must not be negative", f.HealthTimeout)
 	if f.Health != nil {
 		percent := f.Health.MinHealthyPercent

@@ -48,8 +48,7 @@ func grace(p *corev1.Pod) time.Duration {
 }
 
 // maxBadWaits bounds the remembered annotations that could not be read and were logged.
-// maxBadText bounds each of them, in characters: an annotation may have 256 KiB.
-const maxBadWaits, maxBadText = 1000, 200
+const maxBadWaits = 1000
 
 // Source returns the contexts of pods, from a cache. It implements [coordinator.PodContexts].
 type Source struct {
@@ -291,7 +290,7 @@ func (v *Source) duration(of client.Object, annotation string,
 		return max(0, d)
 	}
 	v.mu.Lock()
-	why := fmt.Sprintf("%.*s", maxBadText, err)
+	why := fmt.Sprintf("%.200s", err) // the text may have 256 KiB
 	key := fmt.Sprintf("%T %s/%s %s %s", of, of.GetNamespace(), of.GetName(), annotation, why)
 	said := v.wrong[key]
 	if v.wrong == nil || len(v.wrong) >= maxBadWaits {
