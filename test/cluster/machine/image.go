@@ -36,6 +36,8 @@ type Image struct {
 	Links map[string]string
 	// Args are those of the program where a pod has none.
 	Args []string
+	// User is who runs the program where a pod does not say, as UID:GID. Empty: root.
+	User string
 	// Archive is the file of an OCI archive that has the image by its Name, in place of Program. It
 	// may have it for other platforms too.
 	Archive string
@@ -132,7 +134,8 @@ func writeImage(w io.Writer, image Image) error {
 		"architecture": runtime.GOARCH,
 		"os":           "linux",
 		"config": map[string]any{"Entrypoint": []string{"/" + entry}, "Cmd": image.Args, "WorkingDir": "/",
-			"Env": []string{"PATH=/:/bin:/usr/bin"}}, // a pod may call programs by their names
+			"User": image.User,
+			"Env":  []string{"PATH=/:/bin:/usr/bin"}}, // a pod may call programs by their names
 		"rootfs": map[string]any{"type": "layers", "diff_ids": []string{"sha256:" + hex.EncodeToString(sum[:])}},
 	})
 	if err != nil {

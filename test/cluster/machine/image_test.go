@@ -19,7 +19,7 @@ func TestImage(t *testing.T) {
 	if err := os.WriteFile(program, []byte("\x7fELF"), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	image := Image{Name: "lameduck.test/app:1", Program: program, Args: []string{"pause"},
+	image := Image{Name: "lameduck.test/app:1", Program: program, Args: []string{"pause"}, User: "1:2",
 		Links: map[string]string{"bin/sh": "/app"}}
 	var first, second bytes.Buffer
 	if err := errors.Join(writeImage(&first, image), writeImage(&second, image)); err != nil {
@@ -52,7 +52,7 @@ func TestImage(t *testing.T) {
 	if len(manifest) != 1 || len(manifest[0].RepoTags) != 1 || manifest[0].RepoTags[0] != image.Name {
 		t.Fatalf("manifest %s names something else than %s", files["manifest.json"], image.Name)
 	}
-	for _, want := range []string{`"Entrypoint":["/app"]`, `"Cmd":["pause"]`} {
+	for _, want := range []string{`"Entrypoint":["/app"]`, `"Cmd":["pause"]`, `"User":"1:2"`} {
 		if config := string(files[manifest[0].Config]); !strings.Contains(config, want) {
 			t.Errorf("configuration %s does not have %s", config, want)
 		}

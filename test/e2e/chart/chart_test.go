@@ -39,8 +39,7 @@ func TestHelm(t *testing.T) {
 	bin := harness.StaticPrograms(t)
 	var images []machine.Image
 	for _, name := range []string{"webhook", "agent", "lameduck-wait"} {
-		images = append(images, machine.Image{Name: "docker.io/lameduck/" + name + ":dev",
-			Program: filepath.Join(bin, name)})
+		images = append(images, harness.Image(bin, name, "dev"))
 	}
 	of := harness.NewLab(t, machine.ControlPlane(), 1, machine.Options{Images: images}, 100,
 		[2]string{"lameduck-system", "app.kubernetes.io/component=webhook"})

@@ -41,9 +41,8 @@ func TestValueSets(t *testing.T) {
 	from := &registry{content: map[string][]byte{}, pulled: map[string]bool{}}
 	digests := map[string]string{}
 	for _, name := range []string{"webhook", "agent", "lameduck-wait"} {
-		program := filepath.Join(bin, name)
-		images = append(images, machine.Image{Name: "docker.io/lameduck/" + name + ":dev", Program: program})
-		digests[name] = from.add(t, "lameduck/"+name, program)
+		images = append(images, harness.Image(bin, name, "dev"))
+		digests[name] = from.add(t, "lameduck/"+name, filepath.Join(bin, name))
 	}
 	limits := filepath.Join(t.TempDir(), "limits.yaml")
 	if err := os.WriteFile(limits, []byte(harness.PriorityLimits), 0o600); err != nil {
@@ -198,7 +197,7 @@ func (r *registry) add(t *testing.T, name, program string) string {
 	of := put("blobs", "application/vnd.oci.image.layer.v1.tar", layer.Bytes())
 	config := put("blobs", "application/vnd.oci.image.config.v1+json", encode(map[string]any{
 		"architecture": runtime.GOARCH, "os": "linux",
-		"config": map[string]any{"Entrypoint": []string{"/" + filepath.Base(program)}},
+		"config": map[string]any{"Entrypoint": []string{"/" + filepath.Base(program)}, "User": "65532:65532"},
 		"rootfs": map[string]any{"type": "layers", "diff_ids": []any{of["digest"]}}}))
 	return put("manifests", manifestType, encode(map[string]any{"schemaVersion": 2, "mediaType": manifestType,
 		"config": config, "layers": []any{of}}))["digest"].(string)

@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/cluster/machine"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
@@ -54,6 +55,12 @@ func StaticPrograms(t testing.TB) string {
 	Build(t, Repository, "./cmd/...", dir)
 	Build(t, endToEnd, "./app", dir)
 	return dir
+}
+
+// Image returns an image as a release has it, with one of the programs in a folder.
+func Image(bin, program, tag string) machine.Image {
+	return machine.Image{Name: "docker.io/lameduck/" + program + ":" + tag, Program: filepath.Join(bin, program),
+		User: "65532:65532"}
 }
 
 // Build builds static programs of a tree into a folder.

@@ -52,8 +52,7 @@ func newNodes(t *testing.T, n int, options machine.Options) *lab {
 		t.Fatal(err)
 	}
 	for _, program := range []string{"webhook", "agent", "lameduck-wait"} {
-		// By its name in the manifests.
-		image := machine.Image{Name: "docker.io/lameduck/" + program + ":dev", Program: filepath.Join(bin, program)}
+		image := harness.Image(bin, program, "dev")
 		// What users get, if make images has made it of this tree.
 		if dist := os.Getenv("LAMEDUCK_DIST"); dist != "" {
 			image.Program, image.Archive = "", filepath.Join(dist, program+"-dev.oci.tar")

@@ -24,15 +24,10 @@ type lab struct {
 	bin, audit string
 }
 
-// names of images of the repository, by the program in them.
-var names = map[string]string{"webhook": "docker.io/lameduck/webhook", "agent": "docker.io/lameduck/agent",
-	"lameduck-wait": "docker.io/lameduck/lameduck-wait"}
-
-// images are those of the programs in a folder, with a tag.
-func images(bin, tag string) []machine.Image {
-	var all []machine.Image
-	for program, name := range names {
-		all = append(all, machine.Image{Name: name + ":" + tag, Program: filepath.Join(bin, program)})
+// images are those of a release, of the programs in a folder, with a tag.
+func images(bin, tag string) (all []machine.Image) {
+	for _, program := range []string{"webhook", "agent", "lameduck-wait"} {
+		all = append(all, harness.Image(bin, program, tag))
 	}
 	return all
 }
