@@ -112,6 +112,14 @@ type Service struct {
 // Of returns the consumers of a Service. barrier is whether the pod in question has the preStop
 // barrier. With an error it returns the consumers that it could find.
 func (s *Source) Of(ctx context.Context, name drain.Service, barrier bool) (Service, error) {
+	return s.of(ctx, name, barrier, gatewayPods{})
+}
+
+// gatewayPods holds the pods of declared gateways, by the gateways' names. They are read once for
+// all Services of a call.
+type gatewayPods map[string][]corev1.Pod
+
+func (s *Source) of(ctx context.Context, name drain.Service, barrier bool, pods gatewayPods) (Service, error) {
 	is := Service{Name: name}
 	var service corev1.Service
 	if !s.Synced() {
@@ -143,7 +151,7 @@ func (s *Source) Of(ctx context.Context, name drain.Service, barrier bool) (Serv
 	// gateways are the pods of declared gateways. Their agents are not node agents.
 	gateways := map[drain.AgentID]bool{}
 	for _, g := range s.Gateways {
-		c, routed, err := s.gateway(ctx, g, name, routes, gateways, barrier)
+		c, routed, err := s.gateway(ctx, g, name, routes, pods, gateways, barrier)
 		if errs = errors.Join(errs, err); routed {
 			add(c)
 		}
@@ -190,8 +198,9 @@ func (s *Source) nodeAgents() []drain.AgentID {
 // Uncovered names the consumers of services that route them and are not waited for. With an error
 // it names those that could be found.
 func (s *Source) Uncovered(ctx context.Context, services []drain.Service, barrier bool) (names []string, errs error) {
+	pods := gatewayPods{}
 	for _, name := range services {
-		is, err := s.Of(ctx, name, barrier)
+		is, err := s.of(ctx, name, barrier, pods)
 		errs = errors.Join(errs, err)
 		for _, c := range is.Consumers {
 			if c.State == Uncovered {
@@ -206,24 +215,19 @@ func (s *Source) Uncovered(ctx context.Context, services []drain.Service, barrie
 // has an agent that is waited for. The agent is a container of that pod. It adds the pods to
 // gateways.
 func (s *Source) gateway(ctx context.Context, g Gateway, service drain.Service, routes []route,
-	gateways map[drain.AgentID]bool, barrier bool) (c Consumer, routed bool, err error) {
+	read gatewayPods, gateways map[drain.AgentID]bool, barrier bool) (c Consumer, routed bool, err error) {
 	c = Consumer{Name: "gateway " + g.Name, Kind: g.Kind, State: Acknowledges}
-	selector, err := labels.Parse(g.Selector)
+	pods, err := s.podsOfGateway(ctx, g, read)
 	if err != nil {
-		return c, false, fmt.Errorf("selector of gateway %s: %w", g.Name, err)
-	}
-	var pods corev1.PodList
-	if err := s.Reader.List(ctx, &pods, client.InNamespace(g.Namespace),
-		client.MatchingLabelsSelector{Selector: selector}); err != nil {
-		return c, false, fmt.Errorf("list pods of gateway %s: %w", g.Name, err)
+		return c, false, err
 	}
 	named, perhaps := g.routes(service, routes)
 	routed = named
-	slices.SortFunc(pods.Items, func(a, b corev1.Pod) int { return strings.Compare(a.Name, b.Name) })
 	ready := 0
-	for _, pod := range pods.Items {
+	for i := range pods {
+		pod := &pods[i]
 		gateways[drain.AgentID(pod.UID)] = true
-		if !podfacts.Ready(&pod) {
+		if !podfacts.Ready(pod) {
 			continue
 		}
 		ready++
@@ -238,12 +242,31 @@ func (s *Source) gateway(ctx context.Context, g Gateway, service drain.Service, 
 	}
 	matching := fmt.Sprintf("pod in namespace %s that matches %q", g.Namespace, g.Selector)
 	switch {
-	case len(pods.Items) == 0:
+	case len(pods) == 0:
 		c.State, c.Why, routed = Uncovered, "there is no "+matching, named || perhaps
 	case ready == 0:
 		c.State, c.Why, routed = Absent, "no "+matching+" is ready", named || perhaps
 	}
 	return c, routed, nil
+}
+
+// podsOfGateway returns the pods of a declared gateway, sorted by name.
+func (s *Source) podsOfGateway(ctx context.Context, g Gateway, read gatewayPods) ([]corev1.Pod, error) {
+	if pods, ok := read[g.Name]; ok {
+		return pods, nil
+	}
+	selector, err := labels.Parse(g.Selector)
+	if err != nil {
+		return nil, fmt.Errorf("selector of gateway %s: %w", g.Name, err)
+	}
+	var pods corev1.PodList
+	if err := s.Reader.List(ctx, &pods, client.InNamespace(g.Namespace),
+		client.MatchingLabelsSelector{Selector: selector}); err != nil {
+		return nil, fmt.Errorf("list pods of gateway %s: %w", g.Name, err)
+	}
+	slices.SortFunc(pods.Items, func(a, b corev1.Pod) int { return strings.Compare(a.Name, b.Name) })
+	read[g.Name] = pods.Items
+	return pods.Items, nil
 }
 
 // elsewhere is the reason why an agent that has declared only other Services is not waited for.

@@ -423,6 +423,7 @@ func TestSummary(t *testing.T) {
 		pod("shop", "a", "yes"), pod("shop", "b", ""), pod("kube-system", "a", ""), pod("bank", "a", "yes"))
 	s.Everywhere = func() []drain.Acknowledger { return observer(nil) }
 	s.Excluded = []string{"kube-system"}
+	s.Gateways = []Gateway{{Name: "traefik", Namespace: "edge", Selector: "app=traefik", Classes: []string{"traefik"}}}
 	s.Asks = func(g drain.Gate, of []drain.Service) bool {
 		return g == drain.AtBarrier || of[0].Name == "resolved"
 	}
@@ -475,8 +476,9 @@ func TestSummary(t *testing.T) {
 					n, counted, want)
 			}
 		}
-		if pods != 3 {
-			t.Errorf("pods were listed %d times, want once for each namespace that is not excluded", pods)
+		if pods != 4 {
+			t.Errorf("pods were listed %d times, want once for each namespace that is not excluded, and once for "+
+				"the gateway", pods)
 		}
 		s.Asks = func(drain.Gate, []drain.Service) bool { return true }
 		time.Sleep(summaryEvery)

@@ -67,7 +67,7 @@ func (s *Source) summarize(ctx context.Context) (sum Summary, errs error) {
 		return sum, fmt.Errorf("list Services: %w", err)
 	}
 	sum.Services = map[Class]int{}
-	namespaces := map[string]labeled{}
+	namespaces, read := map[string]labeled{}, gatewayPods{}
 	for _, service := range all.Items {
 		if len(service.Spec.Selector) == 0 || slices.Contains(s.Excluded, service.Namespace) {
 			continue
@@ -86,7 +86,7 @@ func (s *Source) summarize(ctx context.Context) (sum Summary, errs error) {
 		}
 		name := drain.Service{Namespace: service.Namespace, Name: service.Name}
 		barrier := !slices.ContainsFunc(selected, func(p *corev1.Pod) bool { return !keys.Barred(p.Annotations) })
-		is, err := s.Of(ctx, name, barrier)
+		is, err := s.of(ctx, name, barrier, read)
 		errs = errors.Join(errs, err)
 		state, at, services := Possible, 0, []drain.Service{name}
 		if len(is.Consumers) > 0 && (err == nil || is.Consumers[0].State == Uncovered) {

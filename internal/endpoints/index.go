@@ -60,6 +60,8 @@ type service struct {
 	slices map[types.NamespacedName]*slice
 	// usable counts the endpoints of each pod that are ready and not terminating.
 	usable map[health.UID]int
+	// sorted are the pods in usable. Nil: to be computed.
+	sorted []health.UID
 }
 
 // standing is how one Service lists a pod.
@@ -203,9 +205,10 @@ func (x *Index) count(c *slice, of *discovery.Endpoint, by int) {
 		return
 	}
 	if e.ready && !e.terminating {
-		usable := x.services[c.service].usable
-		if usable[e.uid] += by; usable[e.uid] == 0 {
-			delete(usable, e.uid)
+		in := x.services[c.service]
+		in.sorted = nil
+		if in.usable[e.uid] += by; in.usable[e.uid] == 0 {
+			delete(in.usable, e.uid)
 		}
 	}
 	for i, v := range x.views[c.service] {
@@ -301,17 +304,19 @@ func (x *Index) Pod(now time.Time, namespace string, uid health.UID) []Listing {
 }
 
 // Usable returns the pods of a Service that are ready and not terminating, sorted. All its
-// endpoints without a pod are one entry, "".
+// endpoints without a pod are one entry, "". The slice is shared and must not be modified.
 func (x *Index) Usable(service types.NamespacedName) []health.UID {
-	x.mu.RLock()
-	defer x.mu.RUnlock()
+	x.mu.Lock()
+	defer x.mu.Unlock()
 	of := x.services[service]
 	if of == nil {
 		return []health.UID{}
 	}
-	uids := slices.AppendSeq(make([]health.UID, 0, len(of.usable)), maps.Keys(of.usable))
-	slices.Sort(uids)
-	return uids
+	if of.sorted == nil {
+		of.sorted = slices.AppendSeq(make([]health.UID, 0, len(of.usable)), maps.Keys(of.usable))
+		slices.Sort(of.sorted)
+	}
+	return slices.Clip(of.sorted)
 }
 
 // ServiceOf returns the Service that a slice belongs to, by its label kubernetes.io/service-name.
