@@ -350,9 +350,14 @@ func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 		}
 		d.of.received[g] = nil
 	}
-	d.upTo = nil
 	l.change(d, l.owing(d))
 	l.delist(d)
+	// What grows with the number of agents is not kept for Times.Memory.
+	d.upTo, d.reached, d.blocking = nil, [2]bits{}, nil
+	d.barrier.sample, d.barrier.learnt = nil, nil
+	if d.gate == AtBarrier {
+		d.barrier.removedBy = nil
+	}
 	for s := range d.services {
 		if of := l.services[s]; of == nil || len(of.drains) == 0 {
 			delete(l.usable, s)
