@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"fmt"
 	"hash/fnv"
-	"io"
 	"math"
 	"net/netip"
 	"slices"
@@ -223,10 +222,26 @@ func (l *Ledger) draw(d *drain) {
 		b.sample = map[AgentID]struct{}{b.by: {}}
 		return
 	}
-	var all []*agent
-	for _, a := range l.agents {
-		if a.sampled() && a.mayBeAsked(AtBarrier, d) && (a.session != 0 || a.Ready) {
-			all = append(all, a)
+	// Connected agents first, because the others may not exist any more, and then by what all
+	// replicas compute alike.
+	type candidate struct {
+		id   AgentID
+		away bool
+		rank uint64
+	}
+	var all []candidate
+	hash, name := fnv.New64a(), []byte(d.pod.UID+" ")
+	seen := bits{}.cleared(len(l.slots))
+	for s := range d.listedBy() {
+		if of := l.services[s]; of != nil {
+			for a := range of.agents[AtBarrier] {
+				if a.sampled() && (a.session != 0 || a.Ready) && !seen.has(a.slot) {
+					seen.set(a.slot)
+					hash.Reset()
+					_, _ = hash.Write(append(name, a.ID...)) // cannot fail
+					all = append(all, candidate{a.ID, a.session == 0, hash.Sum64()})
+				}
+			}
 		}
 	}
 	if l.scope == ScopeAll || l.scope == ScopeAuto && len(all) <= l.sampling.AllUpTo || len(all) <= l.sampling.Size ||
@@ -234,19 +249,11 @@ func (l *Ledger) draw(d *drain) {
 		return
 	}
 	b.sample, b.rest = map[AgentID]struct{}{b.by: {}}, l.learnt.percentile(0.999)
-	ranks := make(map[*agent]uint64, len(all))
-	for _, a := range all {
-		h := fnv.New64a()
-		_, _ = io.WriteString(h, string(d.pod.UID)+" "+string(a.ID)) // cannot fail
-		ranks[a] = h.Sum64()
-	}
-	// Connected agents first: the others may not exist any more.
-	slices.SortFunc(all, func(x, y *agent) int {
-		away := number(x.session == 0) - number(y.session == 0)
-		return cmp.Or(away, cmp.Compare(ranks[x], ranks[y]), cmp.Compare(x.ID, y.ID))
+	slices.SortFunc(all, func(x, y candidate) int {
+		return cmp.Or(number(x.away)-number(y.away), cmp.Compare(x.rank, y.rank), cmp.Compare(x.id, y.id))
 	})
-	for _, a := range all[:l.sampling.Size] {
-		b.sample[a.ID] = struct{}{}
+	for _, c := range all[:l.sampling.Size] {
+		b.sample[c.id] = struct{}{}
 	}
 }
 
@@ -260,13 +267,18 @@ func (a *agent) sampled() bool {
 func (a *agent) owesBarrier(d *drain) bool {
 	b := &d.barrier
 	if a.mayBeAsked(AtBarrier, d) {
-		_, drawn := b.sample[a.ID]
-		return b.sample == nil || drawn || !a.sampled()
+		return b.asks(a)
 	}
 	if b.observe {
 		return a.observes && a.mayBeAsked(AtHold, d)
 	}
 	return a.mayBeAsked(AtHold, d) && !b.removedBy.has(a.slot)
+}
+
+// asks reports whether a is asked, which may be asked at the barrier.
+func (b *barrier) asks(a *agent) bool {
+	_, drawn := b.sample[a.ID]
+	return b.sample == nil || drawn || !a.sampled()
 }
 
 // EndBarrier ends the barrier of a pod whose deletion does not wait: one that observes, or one that

@@ -52,3 +52,32 @@ func BenchmarkAHundredDrains(b *testing.B) {
 	}
 	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/agents/drains, "ns/word")
 }
+
+// What a barrier costs the ledger that asks a sample of 5,000 nodes, from its start to its end: the
+// time of the same lock.
+func BenchmarkASampledBarrier(b *testing.B) {
+	now := time.Now()
+	l := NewLedger(DefaultTimes(), ScopeAuto, DefaultSampling())
+	for i := range 5000 {
+		id := AgentID(fmt.Sprint("node-", i))
+		l.Declare(id, l.Connect(now, id, Hello{Observes: true}), Nodes, []Route{{EveryService, Endpoints, Observed}})
+	}
+	for range DefaultSampling().Learn {
+		l.learnt.add(time.Second)
+	}
+	l.Affected()
+	round := 0
+	for b.Loop() {
+		round++
+		now = now.Add(time.Second)
+		name := fmt.Sprint("pod-", round)
+		s := l.OpenBarrier(now, Barrier{Pod: Pod{"shop", name, UID(name)}, By: "node-7",
+			Services: []Service{{"shop", "web"}}, Since: now, Bound: 30 * time.Second})
+		if s.Owed < 50 || s.Owed > 51 {
+			b.Fatalf("%d nodes are asked", s.Owed)
+		}
+		l.GatePassed(now, AtBarrier, UID(name))
+		l.Affected()
+		l.Tick(now)
+	}
+}

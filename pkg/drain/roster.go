@@ -203,17 +203,18 @@ func (r *roster) enroll(d *drain) {
 	for _, g := range d.asks() {
 		for s := range d.listedBy() {
 			if of := r.services[s]; of != nil {
-				d.agents = append(d.agents, of.order(g)...)
+				for _, a := range of.order(g) {
+					if d.gate == AtHold || g == AtHold && a.owesBarrier(d) || g == AtBarrier && d.barrier.asks(a) {
+						d.agents = append(d.agents, a)
+					}
+				}
 			}
 		}
 	}
 	for a, g := range d.former {
-		if r.slots[a.slot] == a && a.canBeAsked(g) {
+		if r.slots[a.slot] == a && a.canBeAsked(g) && (d.gate == AtHold || a.owesBarrier(d)) {
 			d.agents = append(d.agents, a)
 		}
-	}
-	if d.gate == AtBarrier {
-		d.agents = slices.DeleteFunc(d.agents, func(a *agent) bool { return !a.owesBarrier(d) })
 	}
 	slices.SortFunc(d.agents, byName)   // already sorted if there is one Service
 	d.agents = slices.Compact(d.agents) // an agent that routes several of the Services
