@@ -6,9 +6,9 @@ import (
 	"time"
 )
 
-// What a word of an agent costs the ledger when a hundred drains are open that a thousand agents
-// owe: each is told of all of them, and reports in one line that it has let go. Its time is that of
-// the lock which every agent and every deletion waits for.
+// What a report of an agent costs the ledger when a hundred drains are open that a thousand agents
+// must acknowledge: each receives all of them, and acknowledges them in one line. Its time is that
+// of the lock which every agent and every deletion waits for.
 func BenchmarkAHundredDrains(b *testing.B) {
 	const agents, drains = 1000, 100
 	now := time.Now()
@@ -50,7 +50,7 @@ func BenchmarkAHundredDrains(b *testing.B) {
 		l.Affected()
 		l.Tick(now)
 	}
-	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/agents/drains, "ns/word")
+	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/agents/drains, "ns/report")
 }
 
 // What a barrier costs the ledger that asks a sample of 5,000 nodes, from its start to its end: the
