@@ -115,12 +115,7 @@ chaos: haproxy node-packages kubernetes build ## three real nodes, as root: upda
 
 .PHONY: fuzz
 fuzz: ## every decoder of bytes from outside, FUZZTIME each (10m); what it finds is written into testdata/fuzz and is a test from then on (FUZZ=regexp of package and name)
-	@grep -rnoE --include='*_test.go' '^func Fuzz[A-Za-z]+' cmd pkg internal | sed -E 's/^(.*)\/[^/]*:[0-9]+:func (Fuzz.*)$$/\1 \2/' | grep -E '$(FUZZ)' | \
-	  while read -r dir name; do echo "== $$dir $$name"; \
-	    said=$$(set -o pipefail; go test -run '^$$' -fuzz "^$$name\$$" -fuzztime $(FUZZTIME) ./$$dir 2>&1 | tee /dev/stderr) || \
-	      { grep -q 'context deadline exceeded' <<< "$$said" && ! grep -q 'Failing input' <<< "$$said" && \
-	        echo "the time was over while an input ran (golang/go#75804): nothing was found"; } || exit 1; \
-	  done
+	@FUZZ='$(FUZZ)' FUZZTIME=$(FUZZTIME) test/fuzz.sh
 
 # Empty where there is no version control: the programs then say "unknown".
 COMMIT = $(shell test -e .git && git describe --always --dirty --abbrev=40 --exclude='*' 2> /dev/null)

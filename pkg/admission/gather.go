@@ -61,7 +61,7 @@ type Standings interface {
 // Slices is what the handler needs to know of EndpointSlices.
 type Slices interface {
 	Pod(now time.Time, namespace string, uid health.UID) []endpoints.Listing
-	// Usable is sorted, and belongs to the caller.
+	// Usable is sorted, and must not be modified.
 	Usable(service types.NamespacedName) []health.UID
 }
 
