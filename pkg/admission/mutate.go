@@ -131,11 +131,12 @@ func mutate(pod *corev1.Pod, place Place, id string, b HookOptions) mutation {
 	default:
 		m.coverage = podCovered
 	}
+	if covered > 0 {
+		m.keepProbes()
+		m.growGrace()
+	}
 	if m.program {
 		m.addProgram()
-	}
-	if covered > 0 {
-		m.growGrace()
 	}
 	m.annotate(covered > 0)
 	return m.mutation
@@ -154,7 +155,8 @@ func spared(pod *corev1.Pod, place Place) coverage {
 		return podMirror
 	case spec.OS != nil && spec.OS.Name == corev1.Windows,
 		spec.NodeSelector[corev1.LabelOSStable] == string(corev1.Windows),
-		spec.SecurityContext != nil && spec.SecurityContext.WindowsOptions != nil:
+		spec.SecurityContext != nil && spec.SecurityContext.WindowsOptions != nil,
+		neverOnLinux(spec.Affinity):
 		return podWindows
 	case spec.RestartPolicy != corev1.RestartPolicyAlways && spec.RestartPolicy != "", ofJob(pod):
 		return podJob
@@ -164,6 +166,24 @@ func spared(pod *corev1.Pod, place Place) coverage {
 		return podZeroGrace
 	}
 	return ""
+}
+
+// neverOnLinux reports whether a pod's affinity keeps it from all nodes that run Linux.
+func neverOnLinux(a *corev1.Affinity) bool {
+	if a == nil || a.NodeAffinity == nil || a.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution == nil {
+		return false
+	}
+	without := func(r corev1.NodeSelectorRequirement) bool {
+		linux := slices.Contains(r.Values, string(corev1.Linux))
+		return r.Key == corev1.LabelOSStable && (r.Operator == corev1.NodeSelectorOpIn && !linux ||
+			r.Operator == corev1.NodeSelectorOpNotIn && linux)
+	}
+	for _, term := range a.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution.NodeSelectorTerms {
+		if !slices.ContainsFunc(term.MatchExpressions, without) {
+			return false // one of the terms is enough
+		}
+	}
+	return true
 }
 
 // mode returns the mode in the pod's label, else that in the namespace's. The cluster's default
@@ -489,6 +509,29 @@ func likeFirst(spec *corev1.PodSpec) corev1.ResourceRequirements {
 	}
 	first := spec.Containers[0].Resources
 	return corev1.ResourceRequirements{Requests: of(first.Requests), Limits: of(first.Limits)}
+}
+
+// restartSeconds is how long the hook delays a container's restart, at most.
+const restartSeconds = 2
+
+// keepProbes gives the probes that have no grace period of their own that of the application:
+// otherwise a container that hangs, and ignores SIGTERM, is killed later by the whole bound.
+func (m *mutator) keepProbes() {
+	spec := &m.pod.Spec
+	for i, c := range slices.Concat(spec.Containers, spec.InitContainers) {
+		path := fmt.Sprintf("/spec/containers/%d/", i)
+		if i >= len(spec.Containers) {
+			path = fmt.Sprintf("/spec/initContainers/%d/", i-len(spec.Containers))
+		}
+		for _, p := range []struct {
+			name string
+			*corev1.Probe
+		}{{"livenessProbe", c.LivenessProbe}, {"startupProbe", c.StartupProbe}} {
+			if p.Probe != nil && p.TerminationGracePeriodSeconds == nil {
+				m.do("add", path+p.name+"/terminationGracePeriodSeconds", ownGrace(m.pod)+restartSeconds)
+			}
+		}
+	}
 }
 
 func (m *mutator) growGrace() {

@@ -47,6 +47,19 @@ func webPod(edit ...func(*corev1.Pod)) *corev1.Pod {
 	return p
 }
 
+// onOS requires nodes with such an operating system.
+func onOS(operator corev1.NodeSelectorOperator, names ...string) func(*corev1.Pod) {
+	return func(p *corev1.Pod) {
+		p.Spec.Affinity = &corev1.Affinity{NodeAffinity: &corev1.NodeAffinity{
+			RequiredDuringSchedulingIgnoredDuringExecution: &corev1.NodeSelector{
+				NodeSelectorTerms: []corev1.NodeSelectorTerm{{MatchExpressions: []corev1.NodeSelectorRequirement{
+					{Key: corev1.LabelOSStable, Operator: operator, Values: names},
+				}}},
+			},
+		}}
+	}
+}
+
 // preStop gives the first container a hook.
 func preStop(h corev1.LifecycleHandler) func(*corev1.Pod) {
 	return func(p *corev1.Pod) { p.Spec.Containers[0].Lifecycle = &corev1.Lifecycle{PreStop: &h} }
@@ -94,6 +107,13 @@ func summary(p *corev1.Pod) []string {
 		}
 	}
 	lines = append(lines, fmt.Sprintf("grace %d", *p.Spec.TerminationGracePeriodSeconds))
+	for _, c := range slices.Concat(p.Spec.Containers, p.Spec.InitContainers) {
+		for _, probe := range []*corev1.Probe{c.LivenessProbe, c.StartupProbe} {
+			if probe != nil {
+				lines = append(lines, fmt.Sprintf("probe %s: grace %d", c.Name, *probe.TerminationGracePeriodSeconds))
+			}
+		}
+	}
 	for _, c := range p.Spec.InitContainers {
 		lines = append(lines, fmt.Sprintf("init %s", c.Name))
 	}
@@ -151,6 +171,16 @@ func TestMutate(t *testing.T) {
 		// It may be a level that comes after these.
 		{"unknown level", in("fortress"), webPod(), podCovered, withExec(""), ""},
 		{"namespace not heard of", Place{Name: "new"}, webPod(), podCovered, withExec(""), ""},
+		// A container that hangs is restarted as soon as before.
+		{"probes", in("baseline"), webPod(func(p *corev1.Pod) {
+			p.Spec.TerminationGracePeriodSeconds = ptr.To(int64(5))
+			p.Spec.Containers[0].LivenessProbe = &corev1.Probe{TerminationGracePeriodSeconds: ptr.To(int64(1))}
+			p.Spec.Containers[0].StartupProbe = &corev1.Probe{}
+			p.Spec.InitContainers = []corev1.Container{{Name: "first"},
+				{Name: "sidecar", LivenessProbe: &corev1.Probe{}}}
+		}), podCovered, []string{"barrier-id=THE-ID", "barrier-bound=30s", "barrier-grace=5", "grace 35",
+			"probe web: grace 1", "probe web: grace 7", "probe sidecar: grace 7", "init lameduck-wait",
+			"init first", "init sidecar", "web: " + waitArgs + hostEnv + mounted}, ""},
 		{"postStart stays", in(""), webPod(func(p *corev1.Pod) {
 			p.Spec.Containers[0].Lifecycle = &corev1.Lifecycle{
 				PostStart: &corev1.LifecycleHandler{Exec: &corev1.ExecAction{Command: []string{"start"}}}}
@@ -249,6 +279,10 @@ func TestMutate(t *testing.T) {
 		{"Windows by its node", in(""), webPod(func(p *corev1.Pod) {
 			p.Spec.NodeSelector = map[string]string{corev1.LabelOSStable: "windows"}
 		}), podWindows, nil, ""},
+		{"Windows by its affinity", in(""), webPod(onOS(corev1.NodeSelectorOpIn, "windows")), podWindows, nil, ""},
+		{"not Linux by its affinity", in(""), webPod(onOS(corev1.NodeSelectorOpNotIn, "linux")), podWindows, nil, ""},
+		{"Linux by its affinity", in(""), webPod(onOS(corev1.NodeSelectorOpIn, "linux", "windows")), podCovered,
+			append(slices.Clone(ours), "web: get 127.0.0.1 9447 /v1/wait/THE-ID?container=web"), ""},
 		{"grace 0", in(""), webPod(func(p *corev1.Pod) { p.Spec.TerminationGracePeriodSeconds = ptr.To(int64(0)) }),
 			podZeroGrace, nil, "terminationGracePeriodSeconds is 0"},
 	} {
