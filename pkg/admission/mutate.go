@@ -132,7 +132,7 @@ func mutate(pod *corev1.Pod, place Place, id string, b HookOptions) mutation {
 		m.coverage = podCovered
 	}
 	if covered > 0 {
-		m.keepProbes()
+		m.keepProbes() // before addProgram, by which the init containers have other indexes
 		m.growGrace()
 	}
 	if m.program {

@@ -37,11 +37,7 @@ type lab struct {
 func TestHelm(t *testing.T) {
 	cluster.Entered(t)
 	bin := harness.StaticPrograms(t)
-	var images []machine.Image
-	for _, name := range []string{"webhook", "agent", "lameduck-wait"} {
-		images = append(images, harness.Image(bin, name, "dev"))
-	}
-	of := harness.NewLab(t, machine.ControlPlane(), 1, machine.Options{Images: images}, 100,
+	of := harness.NewLab(t, machine.ControlPlane(), 1, machine.Options{Images: harness.Images(bin, "dev")}, 100,
 		[2]string{"lameduck-system", "app.kubernetes.io/component=webhook"})
 	for _, name := range []string{"helm3", "helm4"} {
 		t.Run(name, func(t *testing.T) {

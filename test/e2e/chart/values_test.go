@@ -37,12 +37,11 @@ import (
 func TestValueSets(t *testing.T) {
 	cluster.Entered(t)
 	bin := harness.StaticPrograms(t)
-	var images []machine.Image
+	images := harness.Images(bin, "dev")
 	from := &registry{content: map[string][]byte{}, pulled: map[string]bool{}}
 	digests := map[string]string{}
-	for _, name := range []string{"webhook", "agent", "lameduck-wait"} {
-		images = append(images, harness.Image(bin, name, "dev"))
-		digests[name] = from.add(t, "lameduck/"+name, filepath.Join(bin, name))
+	for _, image := range images {
+		digests[filepath.Base(image.Program)] = from.add(t, image)
 	}
 	limits := filepath.Join(t.TempDir(), "limits.yaml")
 	if err := os.WriteFile(limits, []byte(harness.PriorityLimits), 0o600); err != nil {
@@ -164,15 +163,16 @@ func (r *registry) state() (refused int, pulled []string) {
 const manifestType = "application/vnd.oci.image.manifest.v1+json"
 
 // add adds the image of a program, and returns its digest.
-func (r *registry) add(t *testing.T, name, program string) string {
+func (r *registry) add(t *testing.T, image machine.Image) string {
 	t.Helper()
-	content, err := os.ReadFile(program)
+	program := filepath.Base(image.Program)
+	content, err := os.ReadFile(image.Program)
 	if err != nil {
 		t.Fatal(err)
 	}
 	var layer bytes.Buffer
 	w := tar.NewWriter(&layer)
-	header := &tar.Header{Name: filepath.Base(program), Mode: 0o755, Size: int64(len(content)), Typeflag: tar.TypeReg}
+	header := &tar.Header{Name: program, Mode: 0o755, Size: int64(len(content)), Typeflag: tar.TypeReg}
 	if err := w.WriteHeader(header); err != nil {
 		t.Fatal(err)
 	}
@@ -184,7 +184,7 @@ func (r *registry) add(t *testing.T, name, program string) string {
 	}
 	put := func(kind, mediaType string, content []byte) map[string]any {
 		digest := fmt.Sprintf("sha256:%x", sha256.Sum256(content))
-		r.content["/v2/"+name+"/"+kind+"/"+digest] = content
+		r.content["/v2/lameduck/"+program+"/"+kind+"/"+digest] = content
 		return map[string]any{"mediaType": mediaType, "digest": digest, "size": len(content)}
 	}
 	encode := func(value any) []byte {
@@ -197,7 +197,7 @@ func (r *registry) add(t *testing.T, name, program string) string {
 	of := put("blobs", "application/vnd.oci.image.layer.v1.tar", layer.Bytes())
 	config := put("blobs", "application/vnd.oci.image.config.v1+json", encode(map[string]any{
 		"architecture": runtime.GOARCH, "os": "linux",
-		"config": map[string]any{"Entrypoint": []string{"/" + filepath.Base(program)}, "User": "65532:65532"},
+		"config": map[string]any{"Entrypoint": []string{"/" + program}, "User": image.User},
 		"rootfs": map[string]any{"type": "layers", "diff_ids": []any{of["digest"]}}}))
 	return put("manifests", manifestType, encode(map[string]any{"schemaVersion": 2, "mediaType": manifestType,
 		"config": config, "layers": []any{of}}))["digest"].(string)

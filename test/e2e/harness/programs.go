@@ -57,10 +57,13 @@ func StaticPrograms(t testing.TB) string {
 	return dir
 }
 
-// Image returns an image as a release has it, with one of the programs in a folder.
-func Image(bin, program, tag string) machine.Image {
-	return machine.Image{Name: "docker.io/lameduck/" + program + ":" + tag, Program: filepath.Join(bin, program),
-		User: "65532:65532"}
+// Images returns the images of a release, with the programs in a folder.
+func Images(bin, tag string) (all []machine.Image) {
+	for _, program := range []string{"webhook", "agent", "lameduck-wait"} {
+		all = append(all, machine.Image{Name: "docker.io/lameduck/" + program + ":" + tag,
+			Program: filepath.Join(bin, program), User: "65532:65532"})
+	}
+	return all
 }
 
 // Build builds static programs of a tree into a folder.

@@ -51,11 +51,10 @@ func newNodes(t *testing.T, n int, options machine.Options) *lab {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, program := range []string{"webhook", "agent", "lameduck-wait"} {
-		image := harness.Image(bin, program, "dev")
+	for _, image := range harness.Images(bin, "dev") {
 		// What users get, if make images has made it of this tree.
 		if dist := os.Getenv("LAMEDUCK_DIST"); dist != "" {
-			image.Program, image.Archive = "", filepath.Join(dist, program+"-dev.oci.tar")
+			image.Archive, image.Program = filepath.Join(dist, filepath.Base(image.Program)+"-dev.oci.tar"), ""
 		}
 		options.Images = append(options.Images, image)
 	}

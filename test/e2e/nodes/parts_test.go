@@ -314,6 +314,7 @@ func (l *lab) testLivenessRestart(t *testing.T) {
 			InitialDelaySeconds: 4, PeriodSeconds: 1, FailureThreshold: 1,
 			ProbeHandler: corev1.ProbeHandler{TCPSocket: &corev1.TCPSocketAction{Port: intstr.FromInt32(9)}},
 		}
+		// For an hour, SIGTERM does not end it.
 		p.Spec.Containers[0].Args = append(p.Spec.Containers[0].Args, "--on-term=graceful", "--closing=1h")
 		p.Spec.TerminationGracePeriodSeconds = ptr.To[int64](1)
 	}

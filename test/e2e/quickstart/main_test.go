@@ -24,14 +24,6 @@ type lab struct {
 	bin, audit string
 }
 
-// images are those of a release, of the programs in a folder, with a tag.
-func images(bin, tag string) (all []machine.Image) {
-	for _, program := range []string{"webhook", "agent", "lameduck-wait"} {
-		all = append(all, harness.Image(bin, program, tag))
-	}
-	return all
-}
-
 func newLab(t *testing.T) *lab {
 	t.Helper()
 	cluster.Entered(t)
@@ -50,7 +42,7 @@ func newLab(t *testing.T) *lab {
 	// As the image of that name has it, the program is in a folder of the PATH.
 	proxy := machine.Image{Name: "docker.io/library/haproxy:2.6", Program: haproxy,
 		Libraries: append(libraries, haproxy)}
-	l.Lab = harness.NewLab(t, options, 3, machine.Options{Images: append(images(l.bin, "dev"), proxy)}, 400,
+	l.Lab = harness.NewLab(t, options, 3, machine.Options{Images: append(harness.Images(l.bin, "dev"), proxy)}, 400,
 		[2]string{"lameduck-system", "app.kubernetes.io/component=webhook"},
 		[2]string{"lameduck-node", "app.kubernetes.io/component=node"},
 		[2]string{shop, "app.kubernetes.io/name=gateway"})

@@ -93,7 +93,7 @@ func (l *lab) testUpgrade(t *testing.T) {
 	bin := t.TempDir()
 	began := time.Now()
 	harness.Build(t, tree, "./cmd/...", bin)
-	if err := l.Set.Load(t.Context(), images(bin, "previous")...); err != nil {
+	if err := l.Set.Load(t.Context(), harness.Images(bin, "previous")...); err != nil {
 		t.Fatal(err)
 	}
 	t.Logf("the programs of %s are there after %s", previous(), time.Since(began).Round(time.Second/10))
