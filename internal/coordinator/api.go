@@ -3,7 +3,6 @@ package coordinator
 import (
 	"bufio"
 	"bytes"
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -279,11 +278,16 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 			return nil, serve.Refuse(http.StatusBadRequest, "population is required: routes[%d] is observed", i)
 		}
 	}
-	if err := c.authorize(r.Context(), who, d.Routes); err != nil {
+	// One namespace without the right, because it was deleted perhaps, takes the protection of none
+	// of the gateway's others.
+	refused, err := c.withoutRight(r.Context(), who, d.Routes)
+	if err != nil {
 		return nil, err
 	}
+	d.Routes = slices.DeleteFunc(d.Routes, func(r drain.Route) bool {
+		return slices.Contains(refused, r.Service.Namespace)
+	})
 	var declared wire.Declared
-	var err error
 	c.change(func() {
 		if declared, err = c.core.Declare(who.Agent, d); err == nil {
 			c.seen.declared(who.Agent, d)
@@ -292,41 +296,43 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 	if err != nil {
 		return nil, err
 	}
+	declared.Refused = refused
 	c.Log.Info("agent declared", "agent", who.Name, "gateway", d.Gateway, "mode", d.GatewayMode,
-		"population", d.Population, "routes", len(d.Routes))
+		"population", d.Population, "routes", len(d.Routes), "refused", refused)
 	return declared, nil
 }
 
-// authorize returns a refusal if who may not acknowledge drains in a namespace of routes.
-func (c *Coordinator) authorize(ctx context.Context, who Identity, routes []drain.Route) error {
+// withoutRight lists the namespaces of routes in which who may not acknowledge drains, sorted.
+func (c *Coordinator) withoutRight(ctx context.Context, who Identity, routes []drain.Route) (refused []string,
+	err error) {
 	if who.Everywhere {
-		return nil
+		return nil, nil
 	}
 	namespaces := namespacesOf(routes)
 	if len(namespaces) > maxNamespaces {
-		return serve.Refuse(http.StatusForbidden, "routes: in %d namespaces, more than %d need the right to "+
+		return nil, serve.Refuse(http.StatusForbidden, "routes: in %d namespaces, more than %d need the right to "+
 			"acknowledge in all", len(namespaces), maxNamespaces)
 	}
-	refusals := make([]error, len(namespaces))
+	var mu sync.Mutex
 	var all errgroup.Group
 	all.SetLimit(rightsAtOnce)
-	for i, namespace := range namespaces {
+	for _, namespace := range namespaces {
 		all.Go(func() error {
 			allowed, err := c.Authenticate.MayAcknowledge(ctx, who, namespace)
-			switch {
-			case err != nil:
-				refusals[i] = serve.Refuse(http.StatusServiceUnavailable, "%v", err)
-			case !allowed:
-				first := slices.IndexFunc(routes,
-					func(r drain.Route) bool { return r.Service.Namespace == namespace })
-				refusals[i] = serve.Refuse(http.StatusForbidden,
-					"routes[%d].service: %s may not acknowledge drains in namespace %q", first, who.Username, namespace)
+			if err != nil {
+				return serve.Refuse(http.StatusServiceUnavailable, "%v", err)
+			}
+			if !allowed {
+				mu.Lock()
+				refused = append(refused, namespace)
+				mu.Unlock()
 			}
 			return nil
 		})
 	}
-	_ = all.Wait() // they return none
-	return cmp.Or(refusals...)
+	err = all.Wait()
+	slices.Sort(refused)
+	return refused, err
 }
 
 // namespacesOf lists the namespaces of routes, sorted.

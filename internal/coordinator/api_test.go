@@ -10,7 +10,9 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -365,14 +367,13 @@ func TestRoutesInNamespacesWithoutRightAreRefused(t *testing.T) {
 		code       int
 		want       string
 	}{
-		"its own": {[]string{"shop", "shop"}, 200, ""},
-		"none":    {nil, 200, ""},
-		"another": {[]string{"shop", "bank"}, 403,
-			`routes[1].service: edge may not acknowledge drains in namespace \"bank\"`},
+		"its own":               {[]string{"shop", "shop"}, 200, ""},
+		"none":                  {nil, 200, ""},
+		"another":               {[]string{"shop", "bank"}, 200, `"refused":["bank"]`},
 		"one that is not known": {[]string{"shop", "hidden"}, 503, "the API server does not answer"},
 		"too many to ask about": {hundred, 403,
 			"routes: in 101 namespaces, more than 100 need the right to acknowledge in all"},
-		"it is asked about once": {[]string{"bank", "shop", "bank"}, 403, "routes[0].service"},
+		"it is asked about once": {[]string{"bank", "shop", "bank"}, 200, `"refused":["bank"]`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := newBench()
@@ -385,8 +386,9 @@ func TestRoutesInNamespacesWithoutRightAreRefused(t *testing.T) {
 			if code != c.code || !strings.Contains(said, c.want) {
 				t.Errorf("%d %s, want %d %s", code, said, c.code, c.want)
 			}
-			if took := b.core.Ledger.Agent("local one").Declared; took != (c.code == 200) {
-				t.Errorf("declared: %t", took)
+			agent := b.core.Ledger.Agent("local one")
+			if agent.Declared != (c.code == 200) || slices.Contains(agent.Namespaces, "bank") {
+				t.Errorf("declared %t, in %q", agent.Declared, agent.Namespaces)
 			}
 		})
 	}
@@ -407,6 +409,34 @@ func TestAnAgentWithARightInSomeNamespacesOwesNothingBeforeItDeclares(t *testing
 		time.Sleep(time.Second)
 		one.say(pod("b"), drain.Idle)
 		answered(t, held, "Released Acknowledged held=true after 1s")
+	})
+}
+
+// A namespace that is deleted takes the RoleBinding in it along. The gateway's other Services stay
+// protected, and that one is again once the right is granted.
+func TestANamespaceWithoutRightTakesNoProtectionFromOthers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		var revoked sync.Map
+		r := n.replica("replica-0", "a", func(o *Options) {
+			o.Authenticate = tokens{until: time.Now().Add(time.Hour), revoked: &revoked}
+		})
+		till := drain.Service{Namespace: "till", Name: "web"}
+		one := n.agent("local one", []drain.Service{web, till}, "replica-0")
+		waits := func(name string, s drain.Service) {
+			t.Helper()
+			answers := r.hold(pod(name), s)
+			one.say(pod(name), drain.Idle)
+			answered(t, answers, "Released Acknowledged held=true after 0s")
+		}
+		waits("a", till)
+		revoked.Store("till", 1)
+		time.Sleep(time.Minute) // it connects again, twice
+		waits("b", web)
+		answered(t, r.hold(pod("c"), till), "Released NoAgents held=false after 0s")
+		revoked.Delete("till")
+		time.Sleep(2 * time.Minute)
+		waits("d", till)
 	})
 }
 

@@ -69,8 +69,8 @@ func (k tokens) Authenticate(_ context.Context, token string) (Identity, error) 
 	}
 }
 
-// MayAcknowledge implements Authenticator: agents may in the namespace shop, and nothing is known
-// of the namespace hidden.
+// MayAcknowledge implements Authenticator: agents may in the namespaces shop and till, and nothing
+// is known of the namespace hidden.
 func (k tokens) MayAcknowledge(_ context.Context, _ Identity, namespace string) (bool, error) {
 	if k.revoked != nil {
 		if _, revoked := k.revoked.Load(namespace); revoked {
@@ -80,7 +80,7 @@ func (k tokens) MayAcknowledge(_ context.Context, _ Identity, namespace string) 
 	if namespace == "hidden" {
 		return false, errors.New("the API server does not answer")
 	}
-	return namespace == "shop" || namespace == "", nil
+	return namespace == "shop" || namespace == "till" || namespace == "", nil
 }
 
 // MayAskBarriers implements Authenticator: each agent may but the one with the name gateway, and

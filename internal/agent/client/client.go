@@ -43,6 +43,9 @@ const (
 	// LearnTimeout bounds the wait for [Client.Learned]: after it an agent programs its gateway
 	// without the open drains.
 	LearnTimeout = 3 * time.Second
+	// declareAgain is how often an agent declares again while it may not acknowledge in a namespace
+	// of its routes: the right may have been granted.
+	declareAgain = time.Minute
 	// helloTimeout bounds the wait for the first message of a stream.
 	helloTimeout = 5 * time.Second
 	pauseFirst   = 100 * time.Millisecond
@@ -450,13 +453,18 @@ func (r *replica) receive(session *Session, lines lines, heard, complete func())
 func (r *replica) report(ctx context.Context, session *Session, into io.Writer, lost context.CancelCauseFunc) error {
 	renewal := time.NewTicker(time.Duration(session.Hello.RenewalMillis) * time.Millisecond / 2)
 	defer renewal.Stop()
-	declared := -1
+	declared, declaredAt, refused := -1, time.Time{}, []string{}
 	for everything := true; ; {
 		for d, n := r.client.declaration(); declared != n; d, n = r.client.declaration() {
-			if err := r.declare(ctx, session, d); err != nil {
+			now, err := r.declare(ctx, session, d)
+			if err != nil {
 				return err
 			}
-			declared = n
+			if declared, declaredAt = n, time.Now(); !slices.Equal(now, refused) {
+				r.client.Log.Warn("deletions in some namespaces do not wait: the agent may not acknowledge there",
+					"namespaces", now, "before", refused, "coordinator", r.address)
+				refused = now
+			}
 		}
 		if batch := session.Reports(time.Now(), everything); batch.UpTo != nil || len(batch.Reports) > 0 {
 			if err := r.write(into, wire.Append(nil, batch), lost); err != nil {
@@ -468,6 +476,9 @@ func (r *replica) report(ctx context.Context, session *Session, into io.Writer, 
 			everything = false
 		case <-renewal.C:
 			everything = true
+			if len(refused) > 0 && time.Since(declaredAt) >= declareAgain {
+				declared = -1
+			}
 		case <-ctx.Done():
 			return nil
 		}
@@ -475,27 +486,28 @@ func (r *replica) report(ctx context.Context, session *Session, into io.Writer, 
 }
 
 // declare posts the routes of the gateway. The stream then brings their open drains. An agent that
-// has left declares nothing, because deletions would wait for it again.
-func (r *replica) declare(ctx context.Context, session *Session, d wire.Declaration) error {
+// has left declares nothing, because deletions would wait for it again. refused are the namespaces
+// in which it may not acknowledge.
+func (r *replica) declare(ctx context.Context, session *Session, d wire.Declaration) (refused []string, err error) {
 	select {
 	case r.saying <- struct{}{}:
 		defer func() { <-r.saying }()
 	case <-ctx.Done():
-		return nil
+		return nil, nil
 	}
 	if r.client.left.Load() {
-		return nil
+		return nil, nil
 	}
 	d.Session = session.Hello.Session
 	var declared wire.Declared
 	if err := r.send(ctx, wire.DeclarationsPath, d, &declared); err != nil {
-		return err
+		return nil, err
 	}
 	session.Declared(declared)
 	if session.Learned() {
 		r.setDeclared(true)
 	}
-	return nil
+	return declared.Refused, nil
 }
 
 // send posts body and decodes the answer into result, if that is not nil.

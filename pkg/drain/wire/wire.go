@@ -229,6 +229,9 @@ const GatewayAbsent = "absent"
 // changes its gateway.
 type Declared struct {
 	Declared int `json:"declared"`
+	// Refused are the namespaces in which the agent may not acknowledge drains. Its routes there do
+	// not count.
+	Refused []string `json:"refused,omitempty"`
 }
 
 // Reports are an agent's present reports about the open drains of the replica that they are sent

@@ -43,7 +43,7 @@ var golden = map[string][]any{
 		{Service: drain.Service{Namespace: "shop", Name: "db"}, Via: drain.ClusterIP, Kind: drain.Observed},
 		{Service: drain.Service{Namespace: "shop", Name: "old"}, Via: drain.DNS, Kind: drain.Observed},
 	}}},
-	"declared.json": {&Declared{Declared: 1}},
+	"declared.json": {&Declared{Declared: 1}, &Declared{Declared: 2, Refused: []string{"bank"}}},
 	"reports.json": {&Reports{Session: 7, Boot: "b1", UpTo: &drain.UpTo{Revision: 12, State: drain.Idle,
 		Generation: "3"}}, &Reports{Session: 7, Boot: "b1", Reports: []drain.Report{
 		{UID: "4d1c", Generation: "3", State: drain.Idle, Number: 1},
