@@ -86,7 +86,9 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 	m.Refusals(registry, checks.Refusals)
 	exclusions := exclusion.New(time.Now(), set, kept, ports, wake,
 		metrics.NewPropagation(registry, o.kind.Name(), o.nodeName), log)
-	if kind, ok := o.kind.(gateway.DirectedKind); ok && !kind.OwnsPool() {
+	kind, ok := o.kind.(gateway.DirectedKind)
+	follows := ok && !kind.OwnsPool()
+	if follows {
 		exclusions.Follow()
 	}
 	tasks := []serve.Task{
@@ -94,7 +96,9 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 		{Name: "probes", Run: probes.Run},
 		{Name: "checks", Run: checks.Run},
 		{Name: "endpoints", Run: endpoints.Run},
-		{Name: "expiries", Run: func(ctx context.Context) error { return exclusions.Expire(ctx, endpoints.Fresh) }},
+		{Name: "expiries", Run: func(ctx context.Context) error {
+			return exclusions.Expire(ctx, func(ctx context.Context) error { return endpoints.Fresh(ctx, follows) })
+		}},
 	}
 	var learned <-chan struct{}
 	if conf := o.file.Coordinators; conf != nil {

@@ -40,10 +40,9 @@ type Behind struct {
 
 	heard   Heard
 	watches sync.WaitGroup
-	// watched has the namespaces whose first list is complete. since has the time at which each
-	// Service began to differ. logged has the Services whose difference was logged. Only Run uses
-	// these three.
-	watched map[string]bool
+	// watched has the watches, by namespace. since has the time at which each Service began to
+	// differ. logged has the Services whose difference was logged. Only Run uses these three.
+	watched map[string]*watch.Watch
 	since   map[string]time.Time
 	logged  map[string]bool
 	// longest is the age of the oldest difference, as float64 bits.
@@ -53,7 +52,7 @@ type Behind struct {
 // NewBehind returns a comparison of the Services of routes, and registers its metric.
 func NewBehind(kube kubernetes.Interface, routes []gateway.Route, g gateway.Discoverer, r prometheus.Registerer,
 	log *slog.Logger) *Behind {
-	b := &Behind{gateway: g, routes: routes, kube: kube, log: log, watched: map[string]bool{},
+	b := &Behind{gateway: g, routes: routes, kube: kube, log: log, watched: map[string]*watch.Watch{},
 		since: map[string]time.Time{}, logged: map[string]bool{}}
 	r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "lameduck_agent_discovery_behind_seconds",
@@ -79,11 +78,11 @@ func (b *Behind) Run(ctx context.Context) error {
 	return nil
 }
 
-// watch reports whether the EndpointSlices of a Service are known. It waits for the first list.
+// watch reports whether the EndpointSlices of a Service are known.
 func (b *Behind) watch(ctx context.Context, service string) bool {
 	namespace, _, _ := gateway.ParseService(service) // checked with the configuration
-	if b.watched[namespace] {
-		return true
+	if w := b.watched[namespace]; w != nil {
+		return w.HasSynced()
 	}
 	w, err := watch.New(b.kube, watch.Options[*discovery.EndpointSlice]{
 		Informer: watch.EndpointSlices, Namespace: namespace,
@@ -97,8 +96,8 @@ func (b *Behind) watch(ctx context.Context, service string) bool {
 		return false
 	}
 	b.watches.Go(func() { _ = w.Run(ctx) }) // it has no error
-	b.watched[namespace] = w.Synced(ctx)
-	return b.watched[namespace]
+	b.watched[namespace] = w
+	return false
 }
 
 // compare returns for how long the endpoints that the gateway has found for a Service have differed

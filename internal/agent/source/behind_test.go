@@ -2,6 +2,7 @@ package source
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"net/netip"
 	"strings"
@@ -13,14 +14,16 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	discovery "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes/fake"
+	ktesting "k8s.io/client-go/testing"
 	"k8s.io/utils/ptr"
 
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/test/agenttest"
 )
 
-// finder is a gateway that has found what a test says, at shop/web.
+// finder is a gateway that has found what a test says, at shop/web and bank/web.
 type finder struct {
 	mu  sync.Mutex
 	has string
@@ -32,7 +35,7 @@ func (f *finder) Discovered(service string) (all []netip.Addr, ok bool) {
 	for word := range strings.FieldsSeq(f.has) {
 		all = append(all, netip.MustParseAddr(word))
 	}
-	return all, service == "shop/web"
+	return all, service != "shop/other"
 }
 
 func (f *finder) finds(has string) {
@@ -64,11 +67,16 @@ func TestAGatewayWhoseWatchHasEndedIsBehind(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				ctx, cancel := context.WithCancel(t.Context())
 				kube := fake.NewClientset(slice("10.0.0.2", "10.0.0.1"))
+				// A namespace that may not be listed delays no other.
+				kube.PrependReactor("list", "endpointslices",
+					func(a ktesting.Action) (bool, runtime.Object, error) {
+						return a.GetNamespace() == "bank", nil, errors.New("no binding")
+					})
 				g := &finder{has: "10.0.0.1 10.0.0.2"}
 				var log agenttest.Log
 				r := prometheus.NewRegistry()
-				b := NewBehind(kube, []gateway.Route{{Service: "shop/web"}, {Service: "shop/other"}}, g, r,
-					slog.New(slog.NewTextHandler(&log, nil)))
+				routes := []gateway.Route{{Service: "bank/web"}, {Service: "shop/web"}, {Service: "shop/other"}}
+				b := NewBehind(kube, routes, g, r, slog.New(slog.NewTextHandler(&log, nil)))
 				ended := make(chan error, 1)
 				go func() { ended <- b.Run(ctx) }()
 				shows := func(least, most float64, lines int) {

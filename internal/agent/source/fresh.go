@@ -6,6 +6,7 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sync/errgroup"
 	discovery "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -22,6 +23,8 @@ const (
 	FreshTimeout = 10 * time.Second
 	// FreshEvery is how often the watch is checked during that wait.
 	FreshEvery = 50 * time.Millisecond
+	// freshAtOnce is how many namespaces are listed simultaneously.
+	freshAtOnce = 10
 )
 
 // Heard is the last version of each EndpointSlice that a watch has delivered. The zero value is
@@ -44,6 +47,18 @@ func (h *Heard) Record(s *discovery.EndpointSlice, gone bool) {
 		h.slices = map[types.NamespacedName]*discovery.EndpointSlice{}
 	}
 	h.slices[name] = s
+}
+
+// any reports whether the watch has a slice of namespace.
+func (h *Heard) any(namespace string) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for name := range h.slices {
+		if name.Namespace == namespace {
+			return true
+		}
+	}
+	return false
 }
 
 // Missing names a slice of namespace for which the watch is behind list. It returns "" if the watch
@@ -88,32 +103,39 @@ func (h *Heard) Missing(namespace string, list *discovery.EndpointSliceList) (st
 // bookmark comes once a minute, and a reflector does not report that it opens its watch again. So
 // Fresh gets an up-to-date list from the API server, not one from a cache of unknown age, and waits
 // until the watch has delivered each slice of it, or a newer version. If a slice is deleted during
-// that, Fresh fails by its deadline, and the next call succeeds. A namespace of which the agent was
-// never allowed to list anything does not count.
-func (r *Endpoints) Fresh(ctx context.Context) error {
+// that, Fresh fails by its deadline, and the next call succeeds.
+//
+// A namespace that the agent may not list does not count if nothing is known of it that could be
+// old: it was never listed, or was deleted. With unheard, pods that the agent has not heard of
+// matter as well, and only the first is so: the namespace may exist again.
+func (r *Endpoints) Fresh(ctx context.Context, unheard bool) error {
 	ctx, cancel := context.WithTimeout(ctx, FreshTimeout)
 	defer cancel()
+	all, each := errgroup.WithContext(ctx)
+	all.SetLimit(freshAtOnce)
 	for namespace, w := range r.watches {
-		list, err := r.kube.DiscoveryV1().EndpointSlices(namespace).List(ctx, metav1.ListOptions{})
-		if apierrors.IsForbidden(err) && !w.HasSynced() {
-			continue // nothing that is known of it can be old
-		}
-		if err != nil {
-			return fmt.Errorf("list EndpointSlices of namespace %s: %w", namespace, err)
-		}
-		for {
-			name, err := r.heard.Missing(namespace, list)
+		all.Go(func() error {
+			list, err := r.kube.DiscoveryV1().EndpointSlices(namespace).List(each, metav1.ListOptions{})
+			if apierrors.IsForbidden(err) && (!w.HasSynced() || !unheard && !r.heard.any(namespace)) {
+				return nil
+			}
 			if err != nil {
-				return err
+				return fmt.Errorf("list EndpointSlices of namespace %s: %w", namespace, err)
 			}
-			if name == "" {
-				break
+			for {
+				name, err := r.heard.Missing(namespace, list)
+				if name == "" || err != nil {
+					return err
+				}
+				if !signal.Sleep(each, FreshEvery) {
+					return fmt.Errorf("the watch has not delivered EndpointSlice %s/%s as it is: %w", namespace, name,
+						each.Err())
+				}
 			}
-			if !signal.Sleep(ctx, FreshEvery) {
-				return fmt.Errorf("the watch has not delivered EndpointSlice %s/%s as it is: %w", namespace, name,
-					ctx.Err())
-			}
-		}
+		})
+	}
+	if err := all.Wait(); err != nil {
+		return err
 	}
 	// What the watch has delivered is in the queue, or processed.
 	reached := make(chan struct{})

@@ -54,8 +54,9 @@ func claims(set *health.Set) string {
 func TestANamespaceThatMayNotBeListed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		web := agenttest.Slice("web-1", "shop", "web", "10.0.0.1@a")
-		web.ResourceVersion = "7"
-		kube := fake.NewClientset(web)
+		bank := agenttest.Slice("web-2", "bank", "web", "10.0.0.2@b")
+		web.ResourceVersion, bank.ResourceVersion = "7", "7"
+		kube := fake.NewClientset(web, bank)
 		var forbidden atomic.Bool
 		forbidden.Store(true)
 		kube.PrependReactor("list", "endpointslices", func(a ktesting.Action) (bool, runtime.Object, error) {
@@ -83,8 +84,10 @@ func TestANamespaceThatMayNotBeListed(t *testing.T) {
 		if state, _, _ := set.Of("a"); state != health.Idle {
 			t.Errorf("a pod of a namespace that is listed is %s, want idle", state)
 		}
-		if err := r.Fresh(ctx); err != nil {
-			t.Error(err)
+		for _, unheard := range []bool{false, true} {
+			if err := r.Fresh(ctx, unheard); err != nil {
+				t.Error(err)
+			}
 		}
 		forbidden.Store(false)
 		time.Sleep(3 * time.Minute)
@@ -93,8 +96,16 @@ func TestANamespaceThatMayNotBeListed(t *testing.T) {
 			t.Error("the namespace is not listed once it may be")
 		}
 		forbidden.Store(true)
-		if err := r.Fresh(ctx); !apierrors.IsForbidden(err) {
+		if err := r.Fresh(ctx, false); !apierrors.IsForbidden(err) {
 			t.Errorf("what is known of the namespace may be old: %v", err)
+		}
+		err := kube.DiscoveryV1().EndpointSlices("bank").Delete(ctx, "web-2", metav1.DeleteOptions{})
+		synctest.Wait()
+		if err = errors.Join(err, r.Fresh(ctx, false)); err != nil {
+			t.Errorf("nothing is left of the namespace: %v", err)
+		}
+		if err := r.Fresh(ctx, true); !apierrors.IsForbidden(err) {
+			t.Errorf("the namespace may exist again, with pods that are not known: %v", err)
 		}
 		cancel()
 		if err := <-ended; err != nil {
