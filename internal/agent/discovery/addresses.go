@@ -11,12 +11,17 @@ import (
 	"path/filepath"
 	"slices"
 	"sync/atomic"
+	"time"
 
 	"github.com/lameduck-io/lameduck/internal/signal"
 )
 
-// addressesName is the file in the journal's directory that names the coordinators.
-const addressesName = "coordinators.json"
+const (
+	// addressesName is the file in the journal's directory that names the coordinators.
+	addressesName = "coordinators.json"
+	// storeAgain is the pause before the file is written again when that has failed.
+	storeAgain = time.Minute
+)
 
 // addresses stores the coordinators' addresses for an agent that starts while the API server is not
 // available: without them it would learn of no drain. A stored address need not be trusted:
@@ -74,6 +79,7 @@ func (a *addresses) run(ctx context.Context) error {
 		}
 		if err := a.write(last); err != nil {
 			a.log.Warn("store addresses of coordinators", "path", a.path, "error", err)
+			time.AfterFunc(storeAgain, a.wake.Raise)
 			return
 		}
 		had = last

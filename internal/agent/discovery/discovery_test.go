@@ -56,6 +56,31 @@ func TestAddressesAreKept(t *testing.T) {
 	}
 }
 
+// A full volume may have room later.
+func TestAddressesAreStoredOnceTheyCanBe(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir := filepath.Join(t.TempDir(), "later")
+		a := rememberIn(dir, slog.New(slog.DiscardHandler))
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error)
+		go func() { ended <- a.run(ctx) }()
+		want := []string{"https://10.0.0.1:9444"}
+		a.set(want)
+		synctest.Wait()
+		if err := os.Mkdir(dir, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(2 * storeAgain)
+		if got := a.read(); !slices.Equal(got, want) {
+			t.Errorf("stored are %q", got)
+		}
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+}
+
 func TestCoordinatorsAreFollowed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kube := fake.NewClientset(agenttest.Slice("coord-1", "lameduck", "agents", "10.1.0.1@x"))
