@@ -11,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	eventsv1 "k8s.io/api/events/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -71,6 +72,9 @@ const rosterRetry = 30 * time.Second
 // may create pods can set the agent's label, and a replica is not ready before it has checked all
 // accounts.
 const maxAccounts = 20
+
+// accountsAtOnce is how many service accounts are asked about simultaneously.
+const accountsAtOnce = 100
 
 // roster keeps the list of expected agents: pods with the agent's label that have not ended and
 // whose service account may acknowledge drains.
@@ -134,6 +138,42 @@ func (r *roster) listed() bool {
 	return r.handed >= r.first
 }
 
+// rights returns the user names of agents that may acknowledge everywhere. Each is asked about
+// once, and many simultaneously, so that an API server that does not answer delays the list once.
+func (r *roster) rights(ctx context.Context, agents []*corev1.Pod) map[string]bool {
+	var mu sync.Mutex
+	allowed, known, accounts := map[string]bool{}, map[string]bool{}, map[string]int{}
+	var all errgroup.Group
+	all.SetLimit(accountsAtOnce)
+	for _, p := range agents {
+		username := identity.Username(p.Namespace, p.Spec.ServiceAccountName)
+		if known[username] {
+			continue
+		}
+		if accounts[p.Namespace]++; accounts[p.Namespace] > maxAccounts {
+			r.log.Debug("too many service accounts in one namespace have pods with the agent's label",
+				"serviceAccount", username, "most", maxAccounts)
+			continue
+		}
+		known[username] = true
+		all.Go(func() error {
+			may, err := r.who.Allowed(ctx, username)
+			if err != nil {
+				// The agent counts as expected. Waiting for one agent too many ends at the
+				// deadline, but a lost request stays lost.
+				r.log.Warn("cannot check the rights of an agent: it counts as expected", "serviceAccount", username,
+					"error", err)
+			}
+			mu.Lock()
+			allowed[username] = may || err != nil
+			mu.Unlock()
+			return nil
+		})
+	}
+	_ = all.Wait() // they return none
+	return allowed
+}
+
 // run passes the list to the coordinator whenever it has changed.
 func (r *roster) run(ctx context.Context) error {
 	ticker := time.NewTicker(rosterRetry)
@@ -155,30 +195,10 @@ func (r *roster) run(ctx context.Context) error {
 				strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name))
 		})
 		expected := make([]drain.Expected, 0, len(agents))
-		accounts := map[string]int{}
-		// Each account is checked once, so that an API server that does not answer delays the list
-		// once.
-		rights := map[string]bool{}
+		rights := r.rights(ctx, agents)
 		for _, p := range agents {
 			username := identity.Username(p.Namespace, p.Spec.ServiceAccountName)
-			allowed, asked := rights[username]
-			if !asked {
-				if accounts[p.Namespace]++; accounts[p.Namespace] > maxAccounts {
-					r.log.Debug("too many service accounts in one namespace have pods with the agent's label",
-						"serviceAccount", username, "most", maxAccounts)
-					continue
-				}
-				var err error
-				if allowed, err = r.who.Allowed(ctx, username); err != nil {
-					// The agent counts as expected. Waiting for one agent too many ends at the
-					// deadline, but a lost request stays lost.
-					r.log.Warn("cannot check the rights of an agent: it counts as expected", "serviceAccount", username,
-						"error", err)
-					allowed = true
-				}
-				rights[username] = allowed
-			}
-			if !allowed {
+			if !rights[username] {
 				r.log.Debug("pod has the label of an agent but no right to acknowledge", "pod", p.Namespace+"/"+p.Name,
 					"serviceAccount", username)
 				continue

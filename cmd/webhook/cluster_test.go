@@ -1,10 +1,15 @@
 package main
 
 import (
+	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
+	"net/http"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -15,8 +20,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/kubernetes/fake"
-	clienttesting "k8s.io/client-go/testing"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
 	toolscache "k8s.io/client-go/tools/cache"
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
@@ -34,26 +39,34 @@ func agentPod(name, serviceAccount string) *corev1.Pod {
 	}
 }
 
-// rosterIn starts a roster. Each question about a right takes a second; the service account
-// "stranger" has none.
-func rosterIn(t *testing.T) (*roster, *coordinator.Coordinator, *int) {
-	client := fake.NewClientset()
-	asked := 0
-	client.PrependReactor("create", "subjectaccessreviews",
-		func(action clienttesting.Action) (bool, runtime.Object, error) {
-			asked++
-			time.Sleep(time.Second)
-			review := action.(clienttesting.CreateAction).GetObject().(*authorizationv1.SubjectAccessReview).DeepCopy()
-			switch review.Spec.User {
-			case "system:serviceaccount:edge:unknown":
-				return true, nil, errors.New("away")
-			case "system:serviceaccount:edge:stranger":
-				review.Status.Allowed = false
-			default:
-				review.Status.Allowed = true
-			}
-			return true, review, nil
-		})
+// slowRights is an API server that answers each question about a right after a second. The service
+// account "stranger" has none, and it fails for "unknown".
+type slowRights struct{ asked atomic.Int64 }
+
+func (s *slowRights) RoundTrip(r *http.Request) (*http.Response, error) {
+	s.asked.Add(1)
+	time.Sleep(time.Second) // the work that it does
+	var review authorizationv1.SubjectAccessReview
+	if err := json.NewDecoder(r.Body).Decode(&review); err != nil {
+		return nil, err
+	}
+	if review.Spec.User == "system:serviceaccount:edge:unknown" {
+		return nil, errors.New("away")
+	}
+	review.Status.Allowed = review.Spec.User != "system:serviceaccount:edge:stranger"
+	text, err := json.Marshal(review)
+	return &http.Response{StatusCode: http.StatusCreated, Header: http.Header{"Content-Type": {"application/json"}},
+		Body: io.NopCloser(bytes.NewReader(text)), Request: r}, err
+}
+
+// rosterIn starts a roster.
+func rosterIn(t *testing.T) (*roster, *coordinator.Coordinator, *slowRights) {
+	api := &slowRights{}
+	client, err := kubernetes.NewForConfig(&rest.Config{Host: "http://api", Transport: api, QPS: -1,
+		ContentConfig: rest.ContentConfig{ContentType: runtime.ContentTypeJSON}})
+	if err != nil {
+		t.Fatal(err)
+	}
 	log := slog.New(slog.DiscardHandler)
 	coord := coordinator.New(drain.Holder{}, drain.DefaultTimes(),
 		coordinator.Options{Log: log, Metrics: coordinator.NewMetrics(prometheus.NewRegistry())})
@@ -65,7 +78,7 @@ func rosterIn(t *testing.T) (*roster, *coordinator.Coordinator, *int) {
 		cancel()
 		<-done
 	})
-	return r, coord, &asked
+	return r, coord, api
 }
 
 // Without this, a replica answers for the cluster with a list of agents that lacks those whose
@@ -99,7 +112,7 @@ func TestTheRosterIsListedWhenAllOfItWasHandedOver(t *testing.T) {
 
 func TestWhoIsExpected(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		r, coord, asked := rosterIn(t)
+		r, coord, api := rosterIn(t)
 		expected := func() int { synctest.Wait(); n, _ := coord.Expecting(); return n }
 		plain, over := agentPod("plain", "one"), agentPod("over", "one")
 		delete(plain.Labels, agentLabel)
@@ -117,8 +130,8 @@ func TestWhoIsExpected(t *testing.T) {
 			t.Errorf("%d agents are expected, want a, b and 8 unknown", got)
 		}
 		// The list was gone through twice at most, and only answers are remembered between.
-		if *asked > 5 {
-			t.Errorf("asked %d times about 3 service accounts", *asked)
+		if n := api.asked.Load(); n > 5 {
+			t.Errorf("asked %d times about 3 service accounts", n)
 		}
 		r.gone(agentPod("a", "one"))
 		b := agentPod("b", "one")
@@ -127,6 +140,24 @@ func TestWhoIsExpected(t *testing.T) {
 		time.Sleep(10 * time.Second)
 		if got := expected(); got != 8 {
 			t.Errorf("%d agents are expected, want 8 unknown", got)
+		}
+	})
+}
+
+// Asked one after the other, an API server that takes a second for each would keep a replica from
+// answering for a minute.
+func TestAllAccountsAreAskedAboutAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, coord, _ := rosterIn(t)
+		for i := range 60 {
+			p := agentPod(fmt.Sprint("haproxy-", i), "haproxy")
+			p.Namespace = fmt.Sprint("edge-", i)
+			r.set(p)
+		}
+		r.listed()
+		time.Sleep(3 * time.Second)
+		if n, _ := coord.Expecting(); !r.listed() || n != 60 {
+			t.Errorf("after 3 s %d of 60 agents are expected", n)
 		}
 	})
 }
