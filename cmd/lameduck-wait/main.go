@@ -14,7 +14,8 @@
 // If the agent does not answer, the wait ends at the bound at the latest: a missing answer never
 // keeps a pod. The container's own hook runs then as well. If the wait ended before the bound and
 // that hook succeeds, this program fails, so that the kubelet writes an Event FailedPreStopHook:
-// nothing else shows that the pod did not wait.
+// nothing else shows that the pod did not wait. An answer other than 200 ends the wait too: the
+// agent refuses, or something in between answers, such as a service mesh.
 package main
 
 import (
@@ -35,7 +36,7 @@ func main() {
 
 // Exit codes of lameduck-wait itself. Otherwise it exits with the code of the container's own hook.
 // exitUsage: its command line is invalid. exitFailed: it could not install itself, got no answer
-// from the agent, or could not run the container's hook.
+// from the agent or a refusal, or could not run the container's hook.
 const (
 	exitFailed = 1
 	exitUsage  = 2
@@ -82,7 +83,7 @@ func run(ctx context.Context, args []string, getenv func(string) string, stdout,
 func own(ctx context.Context, o options, stdout, stderr io.Writer) (int, error) {
 	switch {
 	case o.httpGet != "":
-		if _, err := get(ctx, o.http, o.headers, 0); err != nil {
+		if err := follow(ctx, o.http, o.headers); err != nil {
 			return exitFailed, fmt.Errorf("the container's own hook: %w", err)
 		}
 	case o.sleep > 0:

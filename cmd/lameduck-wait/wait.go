@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -23,6 +24,9 @@ const (
 	dialTime = 2 * time.Second
 	// maxAnswer bounds the part of an answer that is read, in bytes.
 	maxAnswer = 4 << 10
+	// maxRedirects is as the kubelet's.
+	maxRedirects = 10
+	http200      = "200"
 )
 
 // errBound: the agent has not answered within the bound, for all of which the pod has waited.
@@ -35,24 +39,57 @@ func wait(ctx context.Context, o options) (string, error) {
 	defer cancel()
 	path := keys.WaitPath + url.PathEscape(o.id) + "?container=" + url.QueryEscape(o.container)
 	answer, err := get(ctx, target{address: o.agent, host: o.agent, path: path}, nil, dialTime)
+	if cause := context.Cause(ctx); err != nil && cause != nil {
+		err = cause
+	}
+	if err == nil && answer.code != http200 {
+		err = fmt.Errorf("%s %s", answer.code, answer.text)
+	}
 	if err != nil {
-		if cause := context.Cause(ctx); cause != nil {
-			err = cause
-		}
 		return "", fmt.Errorf("agent %s: %w", o.agent, err)
 	}
-	return answer, nil
+	return answer.text, nil
 }
 
-// get sends one GET and returns the first line of the body. If the status is not 200, the result
-// begins with the status. If dial is not 0, it bounds the time to connect.
-func get(ctx context.Context, to target, headers []string, dial time.Duration) (string, error) {
+// follow sends the container's own GET. It follows redirects on the same host, as the kubelet does.
+func follow(ctx context.Context, to target, headers []string) error {
+	for range maxRedirects {
+		answer, err := get(ctx, to, headers, 0)
+		if err != nil || !strings.HasPrefix(answer.code, "3") || answer.location == "" {
+			return err
+		}
+		next, err := url.Parse(answer.location)
+		if err != nil {
+			return fmt.Errorf("redirected: %w", err)
+		}
+		from, err := url.Parse("http://" + to.address + to.path)
+		if err != nil {
+			return err
+		}
+		next = from.ResolveReference(next)
+		switch {
+		case next.Hostname() != from.Hostname():
+			return nil
+		case next.Scheme != "http":
+			return fmt.Errorf("redirected to %s, which lameduck-wait does not speak", next.Scheme)
+		}
+		to = target{address: net.JoinHostPort(next.Hostname(), cmp.Or(next.Port(), "80")), host: next.Host,
+			path: next.RequestURI()}
+	}
+	return fmt.Errorf("redirected more than %d times", maxRedirects)
+}
+
+// answer is the response to a GET: its status, and the first line of the body.
+type answer struct{ code, location, text string }
+
+// get sends one GET. If dial is not 0, it bounds the time to connect.
+func get(ctx context.Context, to target, headers []string, dial time.Duration) (answer, error) {
 	// The agent's address is never a DNS name, whose lookup could take longer than the rest. The
 	// container's own hook may have one.
 	dialer := net.Dialer{Timeout: dial}
 	conn, err := dialer.DialContext(ctx, "tcp", to.address)
 	if err != nil {
-		return "", err
+		return answer{}, err
 	}
 	defer conn.Close()
 	stop := context.AfterFunc(ctx, func() { conn.Close() })
@@ -69,7 +106,7 @@ func get(ctx context.Context, to target, headers []string, dial time.Duration) (
 	}
 	request.WriteString("\r\n")
 	if _, err := conn.Write([]byte(request.String())); err != nil {
-		return "", err
+		return answer{}, err
 	}
 	return read(conn)
 }
@@ -82,37 +119,39 @@ func has(headers []string, line string) bool {
 	})
 }
 
-// read returns the first line of a response's body, see get. It reads up to the end of the
-// connection or maxAnswer. It does not decode a chunked body, whose first line would be a chunk
-// size: the agent sends none.
-func read(conn io.Reader) (string, error) {
+// read reads a response up to the end of the connection or maxAnswer. It does not decode a chunked
+// body, whose first line would be a chunk size: the agent sends none.
+func read(conn io.Reader) (a answer, err error) {
 	r := bufio.NewReader(io.LimitReader(conn, maxAnswer))
 	status, err := r.ReadString('\n')
 	switch {
 	case errors.Is(err, io.EOF):
-		return "", errors.New("the connection was closed without an answer")
+		return a, errors.New("the connection was closed without an answer")
 	case err != nil:
-		return "", err
+		return a, err
 	}
-	version, code, ok := strings.Cut(strings.TrimSpace(status), " ")
+	version, rest, ok := strings.Cut(strings.TrimSpace(status), " ")
 	if !ok || !strings.HasPrefix(version, "HTTP/1.") {
-		return "", fmt.Errorf("%.40q is not HTTP", status)
+		return a, fmt.Errorf("%.40q is not HTTP", status)
 	}
-	for line := ""; ; {
+	a.code, _, _ = strings.Cut(rest, " ")
+	for {
 		// The status is an answer, even if the rest cannot be read.
-		if line, err = r.ReadString('\n'); err != nil {
-			return code, nil
+		line, err := r.ReadString('\n')
+		if err != nil {
+			return a, nil
 		}
-		if strings.TrimSpace(line) == "" {
+		name, value, isHeader := strings.Cut(strings.TrimSpace(line), ":")
+		if !isHeader {
 			break
+		}
+		if strings.EqualFold(name, "Location") {
+			a.location = strings.TrimSpace(value)
 		}
 	}
 	text, _ := r.ReadString('\n')
-	text = strings.TrimSpace(text)
-	if !strings.HasPrefix(code, "200") {
-		text = strings.TrimSpace(code + " " + text)
-	}
-	return text, nil
+	a.text = strings.TrimSpace(text)
+	return a, nil
 }
 
 // install copies the program to path atomically, because the init container may be killed and run

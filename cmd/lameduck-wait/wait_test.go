@@ -188,6 +188,15 @@ func TestOwnHook(t *testing.T) {
 			}
 		})
 	}
+	for code, want := range map[int]int{http.StatusOK: 0, http.StatusNotFound: exitFailed,
+		http.StatusBadGateway: exitFailed} {
+		t.Run(fmt.Sprint("after ", code), func(t *testing.T) {
+			answers := agent(t, func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(code) })
+			if code, out, _ := call(t, "--agent="+answers, "--id=x", "--container=web"); code != want {
+				t.Errorf("exit code %d (%s), want %d", code, out, want)
+			}
+		})
+	}
 	t.Run("after the whole bound", func(t *testing.T) {
 		if code, out, _ := call(t, "--agent="+silent(t), "--id=x", "--container=web", "--bound=200ms"); code != 0 {
 			t.Errorf("exit code %d (%s), want 0: the pod has waited", code, out)
@@ -199,6 +208,39 @@ func TestOwnHook(t *testing.T) {
 			t.Errorf("exit code %d (%s), want 137", code, out)
 		}
 	})
+}
+
+// The kubelet follows redirects of a hook of kind httpGet too, on the same host.
+func TestOwnHookIsRedirected(t *testing.T) {
+	agreed := agent(t, func(http.ResponseWriter, *http.Request) {})
+	other := agent(t, func(http.ResponseWriter, *http.Request) {})
+	var to string
+	var asked []string
+	app := agent(t, func(w http.ResponseWriter, r *http.Request) {
+		asked = append(asked, r.URL.RequestURI())
+		if r.URL.Path == "/stop" || to == "/again" {
+			http.Redirect(w, r, to, http.StatusMovedPermanently)
+		}
+	})
+	for _, c := range []struct {
+		name, to string
+		code     int
+		asked    string
+	}{
+		{"to a path", "/stop/?now=yes", 0, "/stop /stop/?now=yes"},
+		{"to a port", "http://" + other + "/", 0, "/stop"},
+		{"to another host", "http://no-such-host.invalid/", 0, "/stop"},
+		{"to HTTPS", "https://" + app + "/", exitFailed, "/stop"},
+		{"without end", "/again", exitFailed, "/stop" + strings.Repeat(" /again", maxRedirects-1)},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			to, asked = c.to, nil
+			code, out, _ := call(t, "--agent="+agreed, "--id=x", "--container=web", "--http-get=http://"+app+"/stop")
+			if got := strings.Join(asked, " "); code != c.code || got != c.asked {
+				t.Errorf("exit code %d (%s) after %s, want %d after %s", code, out, got, c.code, c.asked)
+			}
+		})
+	}
 }
 
 func TestParse(t *testing.T) {
