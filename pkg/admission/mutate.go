@@ -153,10 +153,7 @@ func spared(pod *corev1.Pod, place Place) coverage {
 		return podNotEnforced
 	case mirror:
 		return podMirror
-	case spec.OS != nil && spec.OS.Name == corev1.Windows,
-		spec.NodeSelector[corev1.LabelOSStable] == string(corev1.Windows),
-		spec.SecurityContext != nil && spec.SecurityContext.WindowsOptions != nil,
-		neverOnLinux(spec.Affinity):
+	case onWindows(spec):
 		return podWindows
 	case spec.RestartPolicy != corev1.RestartPolicyAlways && spec.RestartPolicy != "", ofJob(pod):
 		return podJob
@@ -166,6 +163,17 @@ func spared(pod *corev1.Pod, place Place) coverage {
 		return podZeroGrace
 	}
 	return ""
+}
+
+// onWindows reports whether a pod is for Windows nodes, as far as it says so.
+func onWindows(spec *corev1.PodSpec) bool {
+	_, build := spec.NodeSelector[corev1.LabelWindowsBuild]
+	return spec.OS != nil && spec.OS.Name == corev1.Windows || build ||
+		spec.NodeSelector[corev1.LabelOSStable] == string(corev1.Windows) ||
+		spec.SecurityContext != nil && spec.SecurityContext.WindowsOptions != nil ||
+		slices.ContainsFunc(spec.Containers, func(c corev1.Container) bool {
+			return c.SecurityContext != nil && c.SecurityContext.WindowsOptions != nil
+		}) || neverOnLinux(spec.Affinity)
 }
 
 // neverOnLinux reports whether a pod's affinity keeps it from all nodes that run Linux.
@@ -212,15 +220,18 @@ func (p Place) allowsHostInHooks() bool {
 	return p.Known && (level == "" || level == "privileged")
 }
 
-// ownGrace returns the grace period that the application has for itself, in seconds. A pod that was
-// mutated before, or copied from such a pod, has it in an annotation. The annotation counts unless
-// the grace period was changed since.
+// ownGrace returns the grace period that the application has for itself, in seconds. A negative one
+// is 1 to kubelets. A pod that was mutated before, or copied from such a pod, has it in an
+// annotation. The annotation counts unless the grace period was changed since.
 func ownGrace(pod *corev1.Pod) int64 {
 	grace := ptr.Deref(pod.Spec.TerminationGracePeriodSeconds, defaultGrace)
 	own, err := strconv.ParseInt(pod.Annotations[keys.BarrierGrace], 10, 64)
 	bound, err2 := time.ParseDuration(pod.Annotations[keys.BarrierBound])
 	if err == nil && err2 == nil && own >= 0 && own+int64(bound.Seconds()) == grace {
 		return own
+	}
+	if grace < 0 {
+		return 1
 	}
 	return grace
 }

@@ -251,6 +251,13 @@ func TestMutate(t *testing.T) {
 			[]string{"barrier-id=THE-ID", "barrier-bound=30s", "barrier-grace=600", "grace 630",
 				"web: get 127.0.0.1 9447 /v1/wait/THE-ID?container=web"}, ""},
 
+		// The API server accepts it, and kubelets take it for 1.
+		{"negative grace", in(""), webPod(func(p *corev1.Pod) {
+			p.Spec.TerminationGracePeriodSeconds = ptr.To(int64(-5))
+			p.Spec.Containers[0].LivenessProbe = &corev1.Probe{}
+		}), podCovered, []string{"barrier-id=THE-ID", "barrier-bound=30s", "barrier-grace=1", "grace 31",
+			"probe web: grace 3", "web: get 127.0.0.1 9447 /v1/wait/THE-ID?container=web"}, ""},
+
 		{"pod opts in", Place{Name: "a", Known: true},
 			webPod(func(p *corev1.Pod) { p.Labels = map[string]string{keys.Mode: keys.Enforce} }), podCovered,
 			append(slices.Clone(ours), "web: get 127.0.0.1 9447 /v1/wait/THE-ID?container=web"), ""},
@@ -276,8 +283,15 @@ func TestMutate(t *testing.T) {
 		{"Windows by its options", in(""), webPod(func(p *corev1.Pod) {
 			p.Spec.SecurityContext = &corev1.PodSecurityContext{WindowsOptions: &corev1.WindowsSecurityContextOptions{}}
 		}), podWindows, nil, ""},
+		{"Windows by a container's options", in(""), webPod(func(p *corev1.Pod) {
+			p.Spec.Containers[0].SecurityContext = &corev1.SecurityContext{
+				WindowsOptions: &corev1.WindowsSecurityContextOptions{}}
+		}), podWindows, nil, ""},
 		{"Windows by its node", in(""), webPod(func(p *corev1.Pod) {
 			p.Spec.NodeSelector = map[string]string{corev1.LabelOSStable: "windows"}
+		}), podWindows, nil, ""},
+		{"Windows by its build", in(""), webPod(func(p *corev1.Pod) {
+			p.Spec.NodeSelector = map[string]string{corev1.LabelWindowsBuild: "10.0.20348"}
 		}), podWindows, nil, ""},
 		{"Windows by its affinity", in(""), webPod(onOS(corev1.NodeSelectorOpIn, "windows")), podWindows, nil, ""},
 		{"not Linux by its affinity", in(""), webPod(onOS(corev1.NodeSelectorOpNotIn, "linux")), podWindows, nil, ""},
