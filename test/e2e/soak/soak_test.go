@@ -97,7 +97,7 @@ func TestSoak(t *testing.T) {
 				}
 				p.samples = append(p.samples, s)
 			}
-			if n := len(all[0].samples); n%60 == 0 {
+			if n := len(all[0].samples); n%12 == 0 {
 				for _, p := range all {
 					t.Logf("after %s: %s %+v", time.Since(began).Round(time.Second), p.name, p.samples[n-1])
 				}
