@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -32,6 +33,8 @@ const (
 // lives are pods without processes, to which this test is the kubelet.
 type lives struct {
 	kube, kubelet kubernetes.Interface
+	// waiting is how many pods are held or wait at the barrier at the moment.
+	waiting atomic.Int64
 
 	mu sync.Mutex
 	// listed has a channel for each pod that is not listed as ready yet.
@@ -114,6 +117,8 @@ func (l *lives) live(ctx context.Context, n int) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
+	l.waiting.Add(1)
+	defer l.waiting.Add(-1)
 	began := time.Now()
 	if err := pods.Delete(ctx, pod.Name, metav1.DeleteOptions{
 		Preconditions: metav1.NewUIDPreconditions(string(uid))}); err != nil {

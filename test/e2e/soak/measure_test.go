@@ -25,10 +25,12 @@ type process struct {
 	samples []sample
 }
 
-// sample is what a process takes after so many lives. at is the time since started.
+// sample is what a process takes after so many lives. at is the time since started. waiting is how
+// many pods are held or wait at the barrier at the moment.
 type sample struct {
 	lives                                          int
 	at                                             time.Duration
+	waiting                                        float64
 	rss, heap, goroutines, descriptors, exclusions float64
 }
 
@@ -100,12 +102,14 @@ func journalOf(t *testing.T, pid int) string {
 const batches = 20
 
 // fit returns the slope of a quantity over lives from first on, and its standard error. What is
-// remembered of the pods that were deleted within memory is no slope: if the rate changes, so does
-// their number, and what depends on that alone is taken out of the fit.
+// remembered of the pods that were deleted within memory is no slope, and neither is what pods take
+// that wait: if the rate changes or the machine becomes slower, so do their numbers, and what
+// depends on these alone is taken out of the fit.
 func fit(samples []sample, first int, memory time.Duration, of func(sample) float64) (slope, stderr float64) {
 	last := samples[len(samples)-1].lives
 	var n [batches]float64
-	x, y, remembered := make([]float64, batches), make([]float64, batches), make([]float64, batches)
+	x, y, remembered, waiting := make([]float64, batches), make([]float64, batches), make([]float64, batches),
+		make([]float64, batches)
 	former := 0
 	for _, s := range samples {
 		for s.at-samples[former].at > memory {
@@ -117,19 +121,22 @@ func fit(samples []sample, first int, memory time.Duration, of func(sample) floa
 			x[b] += (float64(s.lives) - x[b]) / n[b]
 			y[b] += (of(s) - y[b]) / n[b]
 			remembered[b] += (float64(s.lives-samples[former].lives) - remembered[b]) / n[b]
+			waiting[b] += (s.waiting - waiting[b]) / n[b]
 		}
 	}
 	for b := batches - 1; b >= 0; b-- { // a short form may have fewer samples than batches
 		if n[b] == 0 {
-			x, y, remembered = slices.Delete(x, b, b+1), slices.Delete(y, b, b+1), slices.Delete(remembered, b, b+1)
+			x, y = slices.Delete(x, b, b+1), slices.Delete(y, b, b+1)
+			remembered, waiting = slices.Delete(remembered, b, b+1), slices.Delete(waiting, b, b+1)
 		}
 	}
-	x, y = without(x, remembered), without(y, remembered)
+	waiting = without(waiting, remembered)
+	x, y = without(without(x, remembered), waiting), without(without(y, remembered), waiting)
 	slope = dot(x, y) / dot(x, x)
 	for i := range x {
 		y[i] -= slope * x[i]
 	}
-	return slope, math.Sqrt(dot(y, y) / float64(len(x)-3) / dot(x, x))
+	return slope, math.Sqrt(dot(y, y) / float64(len(x)-4) / dot(x, x))
 }
 
 // without returns what of y, around its mean, is not proportional to z.

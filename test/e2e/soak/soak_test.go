@@ -95,6 +95,7 @@ func TestSoak(t *testing.T) {
 					measured <- fmt.Errorf("measure %s: %w", p.name, err)
 					return
 				}
+				s.waiting = float64(l.waiting.Load())
 				p.samples = append(p.samples, s)
 			}
 			if n := len(all[0].samples); n%12 == 0 {
