@@ -461,8 +461,8 @@ func (r *replica) report(ctx context.Context, session *Session, into io.Writer, 
 				return err
 			}
 			if declared, declaredAt = n, time.Now(); !slices.Equal(now, refused) {
-				r.client.Log.Warn("deletions in some namespaces do not wait: the agent may not acknowledge there",
-					"namespaces", now, "before", refused, "coordinator", r.address)
+				r.client.Log.Warn("the namespaces in which the agent may not acknowledge have changed: deletions "+
+					"there do not wait for it", "namespaces", now, "before", refused, "coordinator", r.address)
 				refused = now
 			}
 		}
