@@ -26,7 +26,6 @@ const (
 	maxAnswer = 4 << 10
 	// maxRedirects is as the kubelet's.
 	maxRedirects = 10
-	http200      = "200"
 )
 
 // errBound: the agent has not answered within the bound, for all of which the pod has waited.
@@ -42,7 +41,7 @@ func wait(ctx context.Context, o options) (string, error) {
 	if cause := context.Cause(ctx); err != nil && cause != nil {
 		err = cause
 	}
-	if err == nil && answer.code != http200 {
+	if err == nil && answer.code != "200" {
 		err = fmt.Errorf("%s %s", answer.code, answer.text)
 	}
 	if err != nil {
@@ -58,15 +57,14 @@ func follow(ctx context.Context, to target, headers []string) error {
 		if err != nil || !strings.HasPrefix(answer.code, "3") || answer.location == "" {
 			return err
 		}
-		next, err := url.Parse(answer.location)
-		if err != nil {
-			return fmt.Errorf("redirected: %w", err)
-		}
 		from, err := url.Parse("http://" + to.address + to.path)
 		if err != nil {
 			return err
 		}
-		next = from.ResolveReference(next)
+		next, err := from.Parse(answer.location)
+		if err != nil {
+			return fmt.Errorf("redirected: %w", err)
+		}
 		switch {
 		case next.Hostname() != from.Hostname():
 			return nil

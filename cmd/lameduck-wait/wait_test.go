@@ -213,9 +213,9 @@ func TestOwnHook(t *testing.T) {
 // The kubelet follows redirects of a hook of kind httpGet too, on the same host.
 func TestOwnHookIsRedirected(t *testing.T) {
 	agreed := agent(t, func(http.ResponseWriter, *http.Request) {})
-	other := agent(t, func(http.ResponseWriter, *http.Request) {})
 	var to string
 	var asked []string
+	other := agent(t, func(http.ResponseWriter, *http.Request) { asked = append(asked, "other") })
 	app := agent(t, func(w http.ResponseWriter, r *http.Request) {
 		asked = append(asked, r.URL.RequestURI())
 		if r.URL.Path == "/stop" || to == "/again" {
@@ -228,7 +228,7 @@ func TestOwnHookIsRedirected(t *testing.T) {
 		asked    string
 	}{
 		{"to a path", "/stop/?now=yes", 0, "/stop /stop/?now=yes"},
-		{"to a port", "http://" + other + "/", 0, "/stop"},
+		{"to a port", "http://" + other + "/", 0, "/stop other"},
 		{"to another host", "http://no-such-host.invalid/", 0, "/stop"},
 		{"to HTTPS", "https://" + app + "/", exitFailed, "/stop"},
 		{"without end", "/again", exitFailed, "/stop" + strings.Repeat(" /again", maxRedirects-1)},
