@@ -316,13 +316,16 @@ func (c *coord) misled(uid drain.UID) bool {
 }
 
 // stays says whether the kernel goes on sending to uid wherever it does, once it has heard of all.
+// What is heard of a Service may be so old that it does not list uid yet.
 func (k *kernel) stays(uid drain.UID, all []slice) bool {
 	for i, s := range all {
 		for n, here := range []*agent{nil, k.a} {
 			if !slices.Contains(k.chosen[2*i+n], uid) {
 				continue
 			}
-			if listed, other := k.w.others(s, uid, here); !listed || other {
+			listed, other := k.w.others(s, uid, here)
+			is, _ := k.w.others(k.w.api.slices[i], uid, here)
+			if !listed && !is || other {
 				return false
 			}
 		}

@@ -146,7 +146,7 @@ func (w *world) build() {
 }
 
 // namespaces says whether there are two namespaces, and agents that have rights in one of them.
-func (w *world) namespaces() bool { return w.seed%7 == 5 } // none of corpus.txt
+func (w *world) namespaces() bool { return w.seed%7 == 5 } // no older seed of corpus.txt
 
 // kernels says whether the kernel directs the gateways.
 func (w *world) kernels() bool { return w.seed%13 == 2 } // none of corpus.txt
