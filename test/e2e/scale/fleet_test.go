@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
@@ -23,6 +24,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/lameduck-io/lameduck/internal/agent/discovery"
+	"github.com/lameduck-io/lameduck/internal/agent/metrics"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
@@ -156,6 +158,7 @@ func (f *fleet) config(i int) discovery.Config {
 
 // start runs all agents until ctx is done.
 func (f *fleet) start(ctx context.Context, routes []drain.Route) {
+	observer := metrics.NewClient(prometheus.NewRegistry())
 	for i := range f.tokens {
 		c := discovery.Connect(f.config(i), f.bundle)
 		transport := c.HTTP.Transport.(*http.Transport)
@@ -167,7 +170,7 @@ func (f *fleet) start(ctx context.Context, routes []drain.Route) {
 			}
 			return counted{conn, f}, nil
 		}
-		c.Gateway, c.Routes, c.Log = "haproxy", routes, slog.New(slog.DiscardHandler)
+		c.Gateway, c.Routes, c.Observer, c.Log = "haproxy", routes, observer, slog.New(slog.DiscardHandler)
 		c.Exclusions = &gateway{held: map[drain.UID]map[string]bool{}}
 		go func() { _ = c.Run(ctx) }()
 	}
