@@ -131,7 +131,8 @@ type target struct {
 	path    string // with its query
 }
 
-// readURL parses http://host:port/path. The host may be $(NAME).
+// readURL parses http://host:port/path. The host may be $(NAME). As with kubelets, every path is
+// valid: one that cannot be parsed is escaped.
 func readURL(s string, getenv func(string) string) (target, error) {
 	rest, ok := strings.CutPrefix(s, "http://")
 	if !ok {
@@ -144,7 +145,7 @@ func readURL(s string, getenv func(string) string) (target, error) {
 	}
 	u, err := url.Parse("http://" + address + "/" + path)
 	if err != nil {
-		return target{}, err
+		u = &url.URL{Path: "/" + path}
 	}
-	return target{address: address, host: u.Host, path: u.RequestURI()}, nil
+	return target{address: address, host: address, path: u.RequestURI()}, nil
 }

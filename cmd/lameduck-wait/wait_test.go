@@ -277,6 +277,19 @@ func TestParse(t *testing.T) {
 	}
 }
 
+// As with a kubelet, whose hooks may name any path.
+func TestThePathOfAHook(t *testing.T) {
+	for path, want := range map[string]string{
+		"": "/", "drain?now=1": "/drain?now=1", "a%20b": "/a%20b", "drain/100%": "/drain/100%25", "%zz": "/%25zz",
+		"a b": "/a%20b", "line\nbreak": "/line%0Abreak",
+	} {
+		got, err := readURL("http://[::1]:80/"+path, nil)
+		if err != nil || got != (target{address: "[::1]:80", host: "[::1]:80", path: want}) {
+			t.Errorf("%q: %+v, %v", path, got, err)
+		}
+	}
+}
+
 // An init container that is killed and run again installs whole programs, which everybody may run.
 func TestInstall(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "lameduck-wait")

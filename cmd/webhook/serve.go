@@ -374,6 +374,9 @@ func (w *watches) synced() bool {
 // strip removes from an object what no decision needs: a replica keeps every pod of the cluster.
 func strip(object any) (any, error) {
 	if pod, ok := object.(*corev1.Pod); ok {
+		if admission.OnWindows(&pod.Spec) { // which may be said in what is removed
+			pod.Spec.OS = &corev1.PodOS{Name: corev1.Windows}
+		}
 		pod.Spec.Volumes, pod.Spec.InitContainers, pod.Spec.Affinity, pod.Spec.Tolerations = nil, nil, nil, nil
 		for i, c := range pod.Spec.Containers {
 			pod.Spec.Containers[i] = corev1.Container{Name: c.Name, Lifecycle: c.Lifecycle}

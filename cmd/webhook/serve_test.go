@@ -9,6 +9,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/lameduck-io/lameduck/pkg/admission"
 )
 
 // Each probe says what its own check says, and closes its connection: the port has few.
@@ -65,6 +67,25 @@ func TestStrip(t *testing.T) {
 	got, err := strip(whole())
 	if diff := cmp.Diff(want, got); diff != "" || err != nil {
 		t.Errorf("strip (-want +got): %v\n%s", err, diff)
+	}
+	for name, set := range map[string]func(*corev1.PodSpec){
+		"a container's options": func(s *corev1.PodSpec) {
+			s.Containers[0].SecurityContext = &corev1.SecurityContext{
+				WindowsOptions: &corev1.WindowsSecurityContextOptions{}}
+		},
+		"affinity": func(s *corev1.PodSpec) {
+			windows := []corev1.NodeSelectorRequirement{{Key: corev1.LabelOSStable,
+				Operator: corev1.NodeSelectorOpIn, Values: []string{"windows"}}}
+			s.Affinity = &corev1.Affinity{NodeAffinity: &corev1.NodeAffinity{
+				RequiredDuringSchedulingIgnoredDuringExecution: &corev1.NodeSelector{
+					NodeSelectorTerms: []corev1.NodeSelectorTerm{{MatchExpressions: windows}}}}}
+		},
+	} {
+		pod := whole()
+		set(&pod.Spec)
+		if _, err := strip(pod); err != nil || !admission.OnWindows(&pod.Spec) {
+			t.Errorf("%s: not known to be for Windows any more (%v)", name, err)
+		}
 	}
 	got, err = strip(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n"}, Status: corev1.NodeStatus{
 		Images: []corev1.ContainerImage{{Names: []string{"i"}}}}})

@@ -153,7 +153,7 @@ func spared(pod *corev1.Pod, place Place) coverage {
 		return podNotEnforced
 	case mirror:
 		return podMirror
-	case onWindows(spec):
+	case OnWindows(spec):
 		return podWindows
 	case spec.RestartPolicy != corev1.RestartPolicyAlways && spec.RestartPolicy != "", ofJob(pod):
 		return podJob
@@ -165,8 +165,8 @@ func spared(pod *corev1.Pod, place Place) coverage {
 	return ""
 }
 
-// onWindows reports whether a pod is for Windows nodes, as far as it says so.
-func onWindows(spec *corev1.PodSpec) bool {
+// OnWindows reports whether a pod is for Windows nodes, as far as it says so.
+func OnWindows(spec *corev1.PodSpec) bool {
 	_, build := spec.NodeSelector[corev1.LabelWindowsBuild]
 	return spec.OS != nil && spec.OS.Name == corev1.Windows || build ||
 		spec.NodeSelector[corev1.LabelOSStable] == string(corev1.Windows) ||
@@ -362,6 +362,9 @@ func wrapHTTP(h *corev1.HTTPGetAction, c *corev1.Container) (args []string, uses
 	// Not JoinHostPort: lameduck-wait takes addresses without brackets.
 	args = []string{"--http-get=http://" + host + ":" + strconv.Itoa(port) + "/" + strings.TrimPrefix(h.Path, "/")}
 	for _, header := range h.HTTPHeaders {
+		if strings.ContainsAny(header.Value, "\r\n") {
+			return nil, false, fmt.Sprintf("its preStop hook has a line break in header %q", header.Name)
+		}
 		args = append(args, "--http-header="+header.Name+": "+header.Value)
 	}
 	return args, usesPod, ""
