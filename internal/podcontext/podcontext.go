@@ -103,9 +103,7 @@ func (v *Source) PodContext(ctx context.Context, agent string, pod drain.Pod) (s
 	if err := v.Reader.Get(ctx, types.NamespacedName{Namespace: namespace, Name: name}, &asks); err != nil {
 		return s, fmt.Errorf("read agent's pod %s from the cache: %w", agent, err)
 	}
-	if !is.Spec.HostNetwork {
-		s.Addresses = podfacts.Addresses(&is)
-	}
+	s.Addresses = podfacts.Addresses(&is)
 	s.Here = is.Spec.NodeName != "" && asks.Spec.NodeName == is.Spec.NodeName
 	at, ready := podfacts.ReadySince(&is)
 	switch {

@@ -41,8 +41,12 @@ func BackSince(pod *corev1.Pod) (at time.Time, ready bool) {
 	return at, ready
 }
 
-// Addresses returns the addresses of a pod, with port 0: all of their ports.
+// Addresses returns the addresses of a pod, with port 0: all of their ports. A pod that uses its
+// node's network has none of its own.
 func Addresses(pod *corev1.Pod) (all []netip.AddrPort) {
+	if pod.Spec.HostNetwork {
+		return nil
+	}
 	for _, ip := range pod.Status.PodIPs {
 		if addr, err := netip.ParseAddr(ip.IP); err == nil {
 			all = append(all, netip.AddrPortFrom(addr, 0))

@@ -345,11 +345,12 @@ func LastOf(from Slices, listings []endpoints.Listing, ledger Standings, uid dra
 	return all, last
 }
 
-// observe measures a deletion that does not wait.
+// observe measures a deletion that does not wait. What nodes send to a pod that uses the network of
+// one cannot be told from what they send to others there.
 func (c *Cluster) observe(now time.Time, f Facts, s subject) {
 	listings := c.Slices.Pod(now, s.pod.Namespace, health.UID(s.pod.UID))
-	if f.Unknown || len(listings) == 0 || f.NotReadyFor > longNotReady {
-		return // it would not have waited
+	if f.Unknown || len(listings) == 0 || f.NotReadyFor > longNotReady || s.pod.Spec.HostNetwork {
+		return // it would not have waited, or nothing can be seen of it
 	}
 	s.targets = Targets(c.Slices, listings)
 	c.Ledger.Observe(s.request(), podfacts.Addresses(s.pod))

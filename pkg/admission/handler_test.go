@@ -460,4 +460,8 @@ func TestAnObservedDeletionIsMeasuredAndDoesNotWait(t *testing.T) {
 	if got := w.ask(deletion(w.b)); !got.Allowed || len(w.ledger.calls) != 0 {
 		t.Errorf("a pod that no Service lists: %+v, calls %q", got, w.ledger.calls)
 	}
+	w.a.Spec.HostNetwork = true
+	if got := w.ask(deletion(w.a)); !got.Allowed || len(w.ledger.calls) != 0 {
+		t.Errorf("a pod in its node's network: %+v, calls %q", got, w.ledger.calls)
+	}
 }

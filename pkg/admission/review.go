@@ -207,6 +207,7 @@ type reviewedPod struct {
 	metav1.ObjectMeta `json:"metadata"`
 	Spec              struct {
 		NodeName                      string
+		HostNetwork                   bool
 		TerminationGracePeriodSeconds *int64
 	}
 	Status struct {
@@ -221,7 +222,7 @@ func (r *reviewedPod) pod() *corev1.Pod {
 	r.ManagedFields = nil
 	return &corev1.Pod{
 		ObjectMeta: r.ObjectMeta,
-		Spec: corev1.PodSpec{NodeName: r.Spec.NodeName,
+		Spec: corev1.PodSpec{NodeName: r.Spec.NodeName, HostNetwork: r.Spec.HostNetwork,
 			TerminationGracePeriodSeconds: r.Spec.TerminationGracePeriodSeconds},
 		Status: corev1.PodStatus{Phase: r.Status.Phase, Conditions: r.Status.Conditions,
 			PodIPs: r.Status.PodIPs},

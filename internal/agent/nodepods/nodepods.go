@@ -81,10 +81,7 @@ func Read(p *corev1.Pod) (n Pod, ok bool) {
 		}
 		n.Since = p.DeletionTimestamp.Add(-n.Allowed)
 	}
-	// A pod that has the address of its node is given no barrier, but may be a copy of one.
-	if !p.Spec.HostNetwork {
-		n.Targets = podfacts.Addresses(p)
-	}
+	n.Targets = podfacts.Addresses(p) // none if it uses the node's network: a copy of a pod with a barrier
 	return n, true
 }
 
