@@ -29,10 +29,11 @@
 // again, even in maintenance* (back_handle_st_cer in HAProxy's src/backend.c). Neither includes one
 // that has just left the queue. So the first count of zero after a target was taken out is accepted
 // only if "show sess" lists no stream for its servers either; without that list in time, the target
-// counts as active. While the target stays taken out and the list of processes stays the same, no
-// new stream can begin, so later readings need only the counts. A server's cumulative counters
-// (wretr, qmax) cannot replace "show sess": "clear counters all" resets them. For a routed target,
-// Active is the counts alone.
+// counts as active. Of streams that HAProxy itself has begun, such as to a peer, only "show sess
+// <id>" names the server. While the target stays taken out and the list of processes stays the
+// same, no new stream can begin, so later readings need only the counts. A server's cumulative
+// counters (wretr, qmax) cannot replace "show sess": "clear counters all" resets them. For a routed
+// target, Active is the counts alone.
 //
 // The generation consists of the master's pid and number of reloads, the pids and start times of
 // all workers, and the modification time of the socket. Pids alone are not enough: in a container a

@@ -19,6 +19,9 @@ import (
 // during an attempt. A worker that has just ended stays in the list until the master has reaped it.
 const maxRounds = 8
 
+// maxUnnamed bounds the streams of which HAProxy is asked for the server, one after the other.
+const maxUnnamed = 64
+
 // pause waits before each round but the first: 2 ms, doubled each time, 254 ms in all. It reports
 // false if the context ended.
 func pause(ctx context.Context, round int) bool {
@@ -169,9 +172,26 @@ func (g *Gateway) info(ctx context.Context, pid int) (info, error) {
 }
 
 // streams counts the streams of a process by server. The result is never empty: the stream of this
-// command is in the list.
+// command is in the list. HAProxy is asked for the server of each unnamed one, up to maxUnnamed.
 func (g *Gateway) streams(ctx context.Context, pid int) (map[string]int, error) {
-	return read(ctx, &g.cli, pid, "show sess", sessBegin, parseStreams)
+	all, err := read(ctx, &g.cli, pid, "show sess", sessBegin, parseStreams)
+	if err != nil {
+		return nil, err
+	}
+	for i, id := range all.unnamed {
+		if i == maxUnnamed {
+			all.byServer[unattributed] += len(all.unnamed) - i
+			break
+		}
+		answer, err := g.cli.do(ctx, pid, "show sess "+id)
+		if err != nil {
+			return nil, err
+		}
+		if server := parseStream(answer); server != "" {
+			all.byServer[server]++
+		}
+	}
+	return all.byServer, nil
 }
 
 // deletable reports whether "del server" may be sent: the server was in maintenance when x was

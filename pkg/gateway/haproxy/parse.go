@@ -135,15 +135,15 @@ func parseState(s, backend string) ([]server, error) {
 		if of := f[cols[1]]; backend != "" && of != backend {
 			return nil, fmt.Errorf("line %d is of backend %q, not %q", n+3, of, backend)
 		}
-		number := func(i int) int {
-			v, e := strconv.ParseUint(f[cols[i]], 10, 16)
+		number := func(i, bits int) int {
+			v, e := strconv.ParseUint(f[cols[i]], 10, bits)
 			if e != nil {
 				err = fmt.Errorf("line %d: %s %q", n+3, names[cols[i]], f[cols[i]])
 			}
 			return int(v)
 		}
-		srv := server{Backend: number(0), Of: f[cols[1]], Name: f[cols[2]], Admin: number(4)}
-		port := number(5)
+		srv := server{Backend: number(0, 31), Of: f[cols[1]], Name: f[cols[2]], Admin: number(4, 16)}
+		port := number(5, 16)
 		if err != nil {
 			return nil, err
 		}
@@ -264,21 +264,27 @@ func parseInfo(s string) (info, error) {
 	return in, nil
 }
 
-// unattributed is the key of parseStreams for streams whose server "show sess" does not name.
+// unattributed is the key of streams of which HAProxy does not name the server.
 const unattributed = "?"
 
-// parseStreams counts the streams of "show sess" by server, as backend/server. HAProxy leaves out
-// backend and server where the client has neither an IP nor a unix address; these are counted as
-// unattributed.
-func parseStreams(s string) (map[string]int, error) {
-	out := map[string]int{}
+// streams are those in "show sess".
+type streams struct {
+	// byServer counts them, by backend/server.
+	byServer map[string]int
+	// unnamed are the ids of those of which the list names no backend: their client has neither an
+	// IP nor a unix address, because HAProxy itself has begun them, to a peer for example.
+	unnamed []string
+}
+
+func parseStreams(s string) (streams, error) {
+	out := streams{byServer: map[string]int{}}
 	for line := range strings.Lines(s) {
 		line = strings.TrimSpace(line)
 		if line == "" {
 			continue
 		}
 		if !strings.HasPrefix(line, sessBegin) {
-			return nil, fmt.Errorf("line %q", shorten(line))
+			return streams{}, fmt.Errorf("line %q", shorten(line))
 		}
 		var be, srv string
 		for _, f := range strings.Fields(line) {
@@ -289,13 +295,34 @@ func parseStreams(s string) (map[string]int, error) {
 				break
 			}
 		}
-		if be == "" || srv == "" {
-			out[unattributed]++
+		if id, _, _ := strings.Cut(line, ":"); be == "" || srv == "" {
+			out.unnamed = append(out.unnamed, id)
 		} else {
-			out[be+"/"+srv]++
+			out.byServer[be+"/"+srv]++
 		}
 	}
 	return out, nil
+}
+
+// parseStream reads "show sess <id>": the backend/server of the stream, or unattributed. Empty: the
+// stream has ended.
+func parseStream(s string) string {
+	if strings.TrimSpace(s) == "Session not found." {
+		return ""
+	}
+	var be, srv string
+	for line := range strings.Lines(s) {
+		name, _, _ := strings.Cut(strings.TrimSpace(line), " ")
+		if v, ok := strings.CutPrefix(name, "backend="); ok {
+			be = v
+		} else if v, ok := strings.CutPrefix(name, "server="); ok {
+			srv = v
+		}
+	}
+	if be == "" || srv == "" {
+		return unattributed
+	}
+	return be + "/" + srv
 }
 
 // parseTunnels counts the client connections in "show sess all" on which no further request can

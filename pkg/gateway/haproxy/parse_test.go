@@ -34,6 +34,14 @@ const (
 0x7fd4b8042150: proto=sockpair src=unix:1 fe=GLOBAL be=<NONE> srv=<none> ts=00 epoch=0x1 age=0s calls=1 rate=0 cpu=0 lat=0 rq[f=c08000h,i=0,an=00h,rx=,wx=,ax=] rp[f=80008002h,i=0,an=00h,rx=,wx=,ax=] scf=[8,200h,fd=6] scb=[8,1h,fd=-1] exp= rc=0 c_exp=
 
 `
+	// The stream that HAProxy 2.6 has begun to a peer.
+	realPeer = `0x559fa2477e00: [28/Nov/2026:07:17:15.786637] id=0 proto=?
+  flags=0x2, conn_retries=0, conn_exp=<NEVER> conn_et=0x000 srv_conn=(nil), pend_pos=(nil) waiting=0 epoch=0
+  frontend=one (id=4294967295 mode=peers), listener=? (id=0)
+  backend=one (id=4294967295 mode=peers) addr=127.0.0.1:35016
+  server=<none> (id=0) addr=127.0.0.1:45069
+
+`
 	// One stream in TCP mode, one after a 101, one HTTP/2 stream after a 101, one TCP stream that
 	// became HTTP, one that waits for its answer, one that still connects, and the command itself.
 	realSessAll = `0x1: [20/Nov/2026:17:33:34.764239] id=3 proto=tcpv4 source=127.0.0.1:50130
@@ -104,8 +112,17 @@ func TestParse(t *testing.T) {
 		t.Errorf("show info: %v\n%s", err, diff)
 	}
 	streams, err := parseStreams(realSess)
-	if diff := cmp.Diff(map[string]int{"b/s1": 1, "bt/s1": 1, "<NONE>/<none>": 1}, streams); diff != "" || err != nil {
+	if diff := cmp.Diff(map[string]int{"b/s1": 1, "bt/s1": 1, "<NONE>/<none>": 1}, streams.byServer); diff != "" ||
+		err != nil {
 		t.Errorf("show sess: %v\n%s", err, diff)
+	}
+	for answer, want := range map[string]string{
+		realPeer: "one/<none>", "Session not found.\n\n": "", realPeer[:90]: unattributed,
+		"0x1: id=0 proto=?\n  backend=r (id=4 mode=tcp) addr=?\n  server=s (id=1) addr=127.0.0.1:5\n\n": "r/s",
+	} {
+		if got := parseStream(answer); got != want {
+			t.Errorf("show sess <id>: %q, want %q, of\n%s", got, want, answer)
+		}
 	}
 	if n, err := parseTunnels(realSessAll); n != 2 || err != nil {
 		t.Errorf("show sess all: %d tunnels, %v; want 2", n, err)
@@ -143,6 +160,7 @@ func FuzzParse(f *testing.F) {
 		}
 		parseInfo(s)
 		parseStreams(s)
+		parseStream(s)
 		parseTunnels(s)
 		parseName(s)
 		if w, err := parseFile([]byte(s)); err == nil {

@@ -875,7 +875,7 @@ func TestAnEndpointWithoutAPodHasAServer(t *testing.T) {
 // known then; what is known of the others is what they are drained by.
 func TestABackendThatIsNotLoadedIsUnreadAlone(t *testing.T) {
 	t.Parallel()
-	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
+	p := newProxy(t, userFile+"backend people\n    id 70000\n    server s0 127.0.0.2:9\n",
 		Backend{Backend: "agent"})
 	p.gateway()
 	p.start()
@@ -913,6 +913,44 @@ func TestABackendThatIsNotLoadedIsUnreadAlone(t *testing.T) {
 	check("later")
 	p.reload()
 	check()
+}
+
+// A stream that HAProxy itself has begun, here to a server of logs, never ends, and the list of
+// streams does not name its server. It is no stream of a target that was taken out.
+func TestAStreamOfHAProxyIsNoneOfATarget(t *testing.T) {
+	t.Parallel()
+	logs, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { logs.Close() })
+	accepted := make(chan net.Conn, 1)
+	go func() {
+		if conn, err := logs.Accept(); err == nil {
+			accepted <- conn // and is kept open
+		}
+	}()
+	p := newProxy(t, userFile+"ring logs\n    size 32764\n    timeout connect 5s\n    timeout server 1h\n"+
+		"    server s "+logs.Addr().String()+"\n", Backend{Backend: "agent"})
+	g := p.gateway()
+	p.start()
+	select {
+	case conn := <-accepted:
+		t.Cleanup(func() { conn.Close() })
+	case <-time.After(20 * time.Second):
+		t.Fatal("HAProxy has not connected to the server of logs")
+	}
+	if list, err := read(t.Context(), &g.cli, p.worker(), "show sess", sessBegin, parseStreams); err != nil ||
+		len(list.unnamed) != 1 {
+		t.Fatalf("streams %+v, %v: want one of HAProxy", list, err)
+	}
+	op := routed("agent", "u", startRaw(t, "127.0.0.21").String())
+	apply(t, g, op)
+	op.Want = health.WantRemoved
+	apply(t, g, op)
+	if is := see(t, g, op.Key); is.Routed || is.Active != 0 {
+		t.Errorf("a target without a request is %+v", is)
+	}
 }
 
 // Clients that may write EndpointSlices may write any UID into them. A key that cannot be the name
