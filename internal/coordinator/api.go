@@ -288,7 +288,7 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 		return slices.Contains(refused, r.Service.Namespace)
 	})
 	var declared wire.Declared
-	c.change(func() {
+	c.inTurn(func() {
 		if declared, err = c.core.Declare(who.Agent, d); err == nil {
 			c.seen.declared(who.Agent, d)
 		}
@@ -426,7 +426,7 @@ func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports)
 	}
 	var taken Taken
 	var err error
-	c.change(func() {
+	c.inTurn(func() {
 		now := time.Now()
 		if taken, err = c.core.Report(now, who.Agent, said); err == nil {
 			c.seen.reported(now, who.Agent, taken)
@@ -515,7 +515,7 @@ func (c *Coordinator) leave(w http.ResponseWriter, r *http.Request, who Identity
 		return nil, serve.Refuse(http.StatusBadRequest, "boot: longer than %d bytes", wire.MaxName)
 	}
 	ok := false
-	c.change(func() {
+	c.inTurn(func() {
 		ok = c.core.Ledger.Leave(who.Agent, said.Session)
 		c.connected()
 	})
@@ -603,7 +603,7 @@ func (c *Coordinator) open(s *stream, w http.ResponseWriter, r *http.Request) (c
 
 // disconnect ends the session of a stream.
 func (c *Coordinator) disconnect(s *stream) {
-	c.change(func() {
+	c.inTurn(func() {
 		c.core.Disconnect(time.Now(), s.Session)
 		c.connected()
 	})
@@ -619,7 +619,7 @@ func (c *Coordinator) feed(s *stream) {
 	for {
 		var news News
 		current := false
-		c.locked(func() { news, current = c.core.Feed(s.Session) })
+		c.inTurn(func() { news, current = c.core.Feed(s.Session) })
 		if !current {
 			return
 		}
@@ -654,17 +654,20 @@ func (c *Coordinator) feed(s *stream) {
 }
 
 // connect begins an agent's stream, and ends its former one.
-func (c *Coordinator) connect(r *http.Request, who Identity, offer wire.Offer) (*stream, error) {
-	c.mu.Lock()
-	defer c.unlock()
-	now, s := time.Now(), &stream{woken: signal.New()}
-	var err error
-	if s.Session, err = c.core.Connect(now, who, offer, s.woken.Raise); err != nil {
-		return nil, err
-	}
-	c.seen.connected(now, who.Agent, offer, r.RemoteAddr)
-	c.connected()
-	return s, nil
+func (c *Coordinator) connect(r *http.Request, who Identity, offer wire.Offer) (s *stream, err error) {
+	c.inTurn(func() {
+		if r.Context().Err() != nil {
+			err = errWritten // the agent did not wait for its turn, and tries again
+			return
+		}
+		now := time.Now()
+		s = &stream{woken: signal.New()}
+		if s.Session, err = c.core.Connect(now, who, offer, s.woken.Raise); err == nil {
+			c.seen.connected(now, who.Agent, offer, r.RemoteAddr)
+			c.connected()
+		}
+	})
+	return s, err
 }
 
 // upgraded is the answer to an agent's request for a stream.

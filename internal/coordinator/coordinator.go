@@ -117,7 +117,7 @@ type Coordinator struct {
 
 	// mu protects core and the fields below it. It is held for one step of core, never during I/O,
 	// logging or a wait.
-	mu   sync.Mutex
+	mu   sync.RWMutex
 	core *Core
 	// waiting holds the pods for which calls wait.
 	waiting map[drain.UID]*wait
@@ -131,6 +131,16 @@ type Coordinator struct {
 	// unsaid holds the transitions that release has to log.
 	unsaid []func()
 	stop   chan struct{}
+
+	// turns protects steps, those of the agents that wait.
+	turns sync.Mutex
+	steps []step
+}
+
+// step is what an agent wants to do with the lock. taken is closed when it was done.
+type step struct {
+	take  func()
+	taken chan struct{}
 }
 
 // wait is what calls that wait for one pod share.
@@ -188,8 +198,8 @@ func (c *Coordinator) Run(ctx context.Context) error {
 func (c *Coordinator) Live() error {
 	ticked := make(chan time.Time, 1)
 	go func() {
-		c.mu.Lock()
-		defer c.mu.Unlock()
+		c.mu.RLock()
+		defer c.mu.RUnlock()
 		ticked <- c.ticked
 	}()
 	timer := time.NewTimer(maxLockHeld)
@@ -340,16 +350,16 @@ func (c *Coordinator) Expect(expected []drain.Expected) {
 
 // Expecting returns how many agents are expected, and how many of them are not connected here.
 func (c *Coordinator) Expecting() (expected, missing int) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	c.mu.RLock()
+	defer c.mu.RUnlock()
 	n := c.core.Ledger.Counts()
 	return n.Expected, n.Missing
 }
 
 // Agent returns what this replica knows of an agent. The ID is empty if it knows nothing.
 func (c *Coordinator) Agent(id drain.AgentID) drain.AgentInfo {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	c.mu.RLock()
+	defer c.mu.RUnlock()
 	return c.core.Ledger.Agent(id)
 }
 
@@ -360,15 +370,16 @@ func (c *Coordinator) CouldRoute(services []drain.Service) bool {
 
 // Asks is [drain.Ledger.Asks].
 func (c *Coordinator) Asks(g drain.Gate, services []drain.Service) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	c.mu.RLock()
+	defer c.mu.RUnlock()
 	return c.core.Ledger.Asks(g, services)
 }
 
 // Pod returns what is known of a pod.
-func (c *Coordinator) Pod(uid drain.UID) (is drain.Standing) {
-	c.locked(func() { is = c.core.Ledger.Pod(uid) })
-	return is
+func (c *Coordinator) Pod(uid drain.UID) drain.Standing {
+	c.mu.RLock()
+	defer c.mu.RUnlock()
+	return c.core.Ledger.Pod(uid)
 }
 
 // change runs how with the lock, and carries out the effects.
@@ -378,6 +389,21 @@ func (c *Coordinator) change(how func()) {
 	how()
 }
 
+// inTurn runs how with the lock, for an agent, and carries out the effects. Of the agents only the
+// first one waits for the lock; whoever releases it next takes the steps of all, and settles once.
+// So a deletion does not wait behind a thousand agents, each of which may change every open drain.
+func (c *Coordinator) inTurn(how func()) {
+	s := step{how, make(chan struct{})}
+	c.turns.Lock()
+	c.steps = append(c.steps, s)
+	first := len(c.steps) == 1
+	c.turns.Unlock()
+	if first {
+		c.change(func() {})
+	}
+	<-s.taken
+}
+
 // locked runs how with the lock.
 func (c *Coordinator) locked(how func()) {
 	c.mu.Lock()
@@ -385,19 +411,30 @@ func (c *Coordinator) locked(how func()) {
 	how()
 }
 
-// unlock carries out the effects of the steps that were taken with the lock, and releases it.
+// unlock takes the steps of the agents that wait, carries out the effects of all steps that were
+// taken with the lock, and releases it.
 func (c *Coordinator) unlock() {
+	c.turns.Lock()
+	steps := c.steps
+	c.steps = nil
+	c.turns.Unlock()
+	for _, s := range steps {
+		s.take()
+	}
 	c.settle()
 	c.core.Notify()
-	c.release()
+	c.release(steps...)
 }
 
-// release releases the lock, and then logs what happened under it, so that a slow log delays only
-// its writer.
-func (c *Coordinator) release() {
+// release releases the lock, tells agents that their steps were taken, and then logs what happened
+// under the lock, so that a slow log delays only its writer.
+func (c *Coordinator) release(taken ...step) {
 	unsaid := c.unsaid
 	c.unsaid = nil
 	c.mu.Unlock()
+	for _, s := range taken {
+		close(s.taken)
+	}
 	for _, say := range unsaid {
 		say()
 	}

@@ -93,30 +93,26 @@ func (b *healthReports) end(id drain.AgentID, session uint64) {
 // applyHealth records an agent's report on the health of its targets. It returns false if the
 // session is not the agent's present one.
 func (c *Coordinator) applyHealth(who Identity, h wire.Health) bool {
-	var routes map[drain.Service]drain.Route
-	ok := false
-	c.locked(func() {
-		ok = c.core.Ledger.Current(who.Agent, h.Session)
-		routes = c.core.Ledger.Agent(who.Agent).Routes
-	})
-	if !ok {
+	if !c.current(who.Agent, h.Session) {
 		return false
 	}
+	routes := c.Agent(who.Agent).Routes
 	_, every := routes[drain.EveryService]
 	c.targetHealth.take(who.Agent, h, func(s drain.Service) bool {
 		_, named := routes[s]
 		return every || named
 	})
-	if ok = c.current(who.Agent, h.Session); !ok {
+	if !c.current(who.Agent, h.Session) {
 		c.targetHealth.end(who.Agent, h.Session) // the session has ended in the meantime
+		return false
 	}
-	return ok
+	return true
 }
 
 // current reports whether session is the present one of an agent.
 func (c *Coordinator) current(id drain.AgentID, session uint64) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	c.mu.RLock()
+	defer c.mu.RUnlock()
 	return c.core.Ledger.Current(id, session)
 }
 

@@ -38,8 +38,8 @@ func (c *Coordinator) claim(w http.ResponseWriter, r *http.Request, _ Identity) 
 // ReliedOn reports whether another replica that is stopping may have left a call about the pod to
 // this one.
 func (c *Coordinator) ReliedOn(uid drain.UID) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	c.mu.RLock()
+	defer c.mu.RUnlock()
 	return c.core.ReliedOn(uid)
 }
 

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/http"
 	"net/http/httptest"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -180,5 +181,45 @@ func TestLiveWhenTheLockIsKept(t *testing.T) {
 	if took := time.Since(began); err == nil || !strings.Contains(err.Error(), "lock") || took < maxLockHeld ||
 		took > 5*maxLockHeld {
 		t.Errorf("%v after %s", err, took)
+	}
+}
+
+// A thousand agents that wait for the lock do not delay a deletion: whoever releases the lock takes
+// the steps of all of them, and only one waits for it.
+func TestAgentsTakeTheirStepsTogether(t *testing.T) {
+	c := newBench().Coordinator
+	const agents = 1000
+	taken := 0
+	var all sync.WaitGroup
+	c.mu.Lock()
+	for range agents {
+		all.Go(func() { c.inTurn(func() { taken++ }) })
+	}
+	for waiting := 0; waiting < agents; {
+		runtime.Gosched()
+		c.turns.Lock()
+		waiting = len(c.steps)
+		c.turns.Unlock()
+	}
+	c.unlock()
+	c.mu.RLock()
+	is := taken
+	c.mu.RUnlock()
+	if is != agents {
+		t.Errorf("%d of the steps of %d agents were taken when the lock was released", is, agents)
+	}
+	all.Wait()
+}
+
+// An agent that has given up while it waited for the lock is not connected: it has begun another
+// stream, and would end it.
+func TestAnAgentThatIsGoneIsNotConnected(t *testing.T) {
+	c := newBench().Coordinator
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	r := httptest.NewRequestWithContext(ctx, http.MethodGet, wire.StreamPath, nil)
+	s, err := c.connect(r, Identity{Agent: "agent-a", Name: "edge/agent-a", Everywhere: true}, wire.NewOffer("boot"))
+	if s != nil || err == nil || c.Agent("agent-a").Connected {
+		t.Errorf("connected=%t: %v", c.Agent("agent-a").Connected, err)
 	}
 }
