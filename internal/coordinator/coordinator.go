@@ -390,8 +390,9 @@ func (c *Coordinator) change(how func()) {
 }
 
 // inTurn runs how with the lock, for an agent, and carries out the effects. Of the agents only the
-// first one waits for the lock; whoever releases it next takes the steps of all, and settles once.
-// So a deletion does not wait behind a thousand agents, each of which may change every open drain.
+// first one waits for the lock. When it is released next, the steps of all are taken, and settled
+// once. So a deletion does not wait for a thousand agents, each of which may change every open
+// drain.
 func (c *Coordinator) inTurn(how func()) {
 	s := step{how, make(chan struct{})}
 	c.turns.Lock()

@@ -184,8 +184,8 @@ func TestLiveWhenTheLockIsKept(t *testing.T) {
 	}
 }
 
-// A thousand agents that wait for the lock do not delay a deletion: whoever releases the lock takes
-// the steps of all of them, and only one waits for it.
+// A thousand agents that wait for the lock do not delay a deletion: only one waits for it, and when
+// the lock is released, the steps of all of them are taken.
 func TestAgentsTakeTheirStepsTogether(t *testing.T) {
 	c := newBench().Coordinator
 	const agents = 1000
