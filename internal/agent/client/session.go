@@ -218,24 +218,28 @@ func (s *Session) Reports(now time.Time, everything bool) wire.Reports {
 // reportDrains adds the reports on drains to batch. It reports the most frequent state for all
 // drains and the others one by one, or only the changes if these are fewer.
 func (s *Session) reportDrains(now time.Time, everything bool, batch *wire.Reports) {
-	held := map[drain.UID]bool{}
+	n := len(s.asked[drain.AtHold])
+	held := make(map[drain.UID]bool, n)
 	for _, uid := range s.exclusions.Held(s.holder()) {
 		held[uid] = true
 	}
-	is := make(map[drain.UID]drain.Report, len(s.asked[drain.AtHold]))
+	is := make(map[drain.UID]drain.Report, n)
 	for _, r := range s.exclusions.Reports(now) {
 		if asked, ok := s.asked[drain.AtHold][r.UID]; ok && held[r.UID] {
 			r.Number = asked.number
 			is[r.UID] = r
 		}
 	}
-	if len(s.asked[drain.AtHold]) == 0 {
+	if n == 0 {
 		return
 	}
 	count := map[drain.UpTo]int{}
 	var most drain.UpTo
-	var changes, but, all []drain.Report
-	for _, uid := range slices.Sorted(maps.Keys(s.asked[drain.AtHold])) {
+	var changes, but []drain.Report
+	all := make([]drain.Report, 0, n)
+	uids := slices.AppendSeq(make([]drain.UID, 0, n), maps.Keys(s.asked[drain.AtHold]))
+	slices.Sort(uids)
+	for _, uid := range uids {
 		asked := s.asked[drain.AtHold][uid]
 		r, held := is[uid]
 		if !held {

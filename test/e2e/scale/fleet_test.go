@@ -74,6 +74,7 @@ func (g *gateway) Renew(time.Time, string, time.Time) {}
 func (g *gateway) Held(holder string) (uids []drain.UID) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	uids = make([]drain.UID, 0, len(g.held))
 	for uid, holders := range g.held {
 		if holders[holder] {
 			uids = append(uids, uid)
@@ -86,6 +87,7 @@ func (g *gateway) Held(holder string) (uids []drain.UID) {
 func (g *gateway) Reports(time.Time) (reports []drain.Report) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	reports = make([]drain.Report, 0, len(g.held))
 	for uid := range g.held {
 		reports = append(reports, drain.Report{UID: uid, Generation: "1", State: drain.Idle})
 	}
