@@ -657,7 +657,7 @@ func (c *Coordinator) feed(s *stream) {
 func (c *Coordinator) connect(r *http.Request, who Identity, offer wire.Offer) (s *stream, err error) {
 	c.inTurn(func() {
 		if r.Context().Err() != nil {
-			err = errWritten // the agent did not wait for its turn, and tries again
+			err = serve.Refuse(http.StatusRequestTimeout, "the agent did not wait for its turn")
 			return
 		}
 		now := time.Now()

@@ -115,8 +115,8 @@ type Options struct {
 type Coordinator struct {
 	Options
 
-	// mu protects core and the fields below it. It is held for one step of core, never during I/O,
-	// logging or a wait.
+	// mu protects core and the fields down to unsaid. It is held for one step of core, or for one
+	// of each agent that waits, never during I/O, logging or a wait.
 	mu   sync.RWMutex
 	core *Core
 	// waiting holds the pods for which calls wait.
@@ -132,7 +132,7 @@ type Coordinator struct {
 	unsaid []func()
 	stop   chan struct{}
 
-	// turns protects steps, those of the agents that wait.
+	// turns protects steps, those of agents. If there are any, one of these agents waits for mu.
 	turns sync.Mutex
 	steps []step
 }
@@ -389,10 +389,9 @@ func (c *Coordinator) change(how func()) {
 	how()
 }
 
-// inTurn runs how with the lock, for an agent, and carries out the effects. Of the agents only the
-// first one waits for the lock. When it is released next, the steps of all are taken, and settled
-// once. So a deletion does not wait for a thousand agents, each of which may change every open
-// drain.
+// inTurn runs how with the lock, for an agent. One agent waits for the lock, takes the steps of all
+// that have come until it has the lock, and settles once, because the step of each may change every
+// open drain. So deletions wait for one agent's turn at a time, not for those of a thousand.
 func (c *Coordinator) inTurn(how func()) {
 	s := step{how, make(chan struct{})}
 	c.turns.Lock()
@@ -400,9 +399,24 @@ func (c *Coordinator) inTurn(how func()) {
 	first := len(c.steps) == 1
 	c.turns.Unlock()
 	if first {
-		c.change(func() {})
+		c.takeSteps()
 	}
 	<-s.taken
+}
+
+// takeSteps takes the steps of all agents that wait.
+func (c *Coordinator) takeSteps() {
+	c.mu.Lock()
+	c.turns.Lock()
+	steps := c.steps
+	c.steps = nil
+	c.turns.Unlock()
+	defer func() { c.release(steps...) }()
+	for _, s := range steps {
+		s.take()
+	}
+	c.settle()
+	c.core.Notify()
 }
 
 // locked runs how with the lock.
@@ -412,19 +426,11 @@ func (c *Coordinator) locked(how func()) {
 	how()
 }
 
-// unlock takes the steps of the agents that wait, carries out the effects of all steps that were
-// taken with the lock, and releases it.
+// unlock carries out the effects of the steps that were taken with the lock, and releases it.
 func (c *Coordinator) unlock() {
-	c.turns.Lock()
-	steps := c.steps
-	c.steps = nil
-	c.turns.Unlock()
-	for _, s := range steps {
-		s.take()
-	}
 	c.settle()
 	c.core.Notify()
-	c.release(steps...)
+	c.release()
 }
 
 // release releases the lock, tells agents that their steps were taken, and then logs what happened

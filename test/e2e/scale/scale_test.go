@@ -38,7 +38,7 @@ const (
 	// mostBytes bounds what one agent sends and receives for one drain.
 	mostBytes = 2000.0
 	// overload is the rate at which two cores may be too slow for a thousand agents beside the
-	// control plane. Deletions may then end unacknowledged, but within mostLate.
+	// control plane. Most deletions may then end unacknowledged, but all within mostLate.
 	overload = 100
 	mostLate = 60 * time.Second
 )
@@ -169,7 +169,11 @@ func TestScale(t *testing.T) {
 			harness.Quantile(took, 0.99),
 			1000*cpu/float64(n), bytes/float64(n)/float64(agents), had, lasted, m.resident()/1024, said,
 			m.answers(former))
-		if had < 0.95*float64(n) && also == nil && rate < overload {
+		least := 0.95
+		if rate == overload {
+			least = 0.1
+		}
+		if had < least*float64(n) && also == nil {
 			t.Errorf("%.0f of %d deletions were acknowledged", had, n)
 		}
 		if late := slices.Max(took); late > mostLate {
