@@ -37,9 +37,7 @@ const (
 	mostSlower = 500 * time.Millisecond
 	// mostBytes bounds what one agent sends and receives for one drain.
 	mostBytes = 2000.0
-	// overload is the rate at which two cores may be too slow for a thousand agents beside the
-	// control plane. Most deletions may then end unacknowledged, but all within mostLate.
-	overload = 100
+	// mostLate bounds each deletion: two cores may be too slow for a hundred a second.
 	mostLate = 60 * time.Second
 )
 
@@ -169,11 +167,7 @@ func TestScale(t *testing.T) {
 			harness.Quantile(took, 0.99),
 			1000*cpu/float64(n), bytes/float64(n)/float64(agents), had, lasted, m.resident()/1024, said,
 			m.answers(former))
-		least := 0.95
-		if rate == overload {
-			least = 0.1
-		}
-		if had < least*float64(n) && also == nil {
+		if had < 0.95*float64(n) && also == nil {
 			t.Errorf("%.0f of %d deletions were acknowledged", had, n)
 		}
 		if late := slices.Max(took); late > mostLate {
@@ -185,7 +179,7 @@ func TestScale(t *testing.T) {
 		}
 		return harness.Quantile(took, 0.5)
 	}
-	for _, of := range []struct{ rate, n int }{{1, 20}, {10, 200}, {overload, 1000}} {
+	for _, of := range []struct{ rate, n int }{{1, 20}, {10, 200}, {100, 1000}} {
 		floor := deletions(t, kube, unprotected[:of.n], of.rate)
 		unprotected = unprotected[of.n:]
 		t.Logf("| no webhook, %d a second | %d | p50 %s, p99 %s |", of.rate, of.n, harness.Quantile(floor, 0.5),
