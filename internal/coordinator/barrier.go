@@ -392,7 +392,7 @@ func (c *Coordinator) passed(b *Bar, uncovered []string) {
 	if s.Cut {
 		c.Metrics.cut.Inc()
 	}
-	c.unsaid = append(c.unsaid, func() {
+	c.later = append(c.later, func() {
 		c.Log.Info("barrier passed", append(outcome(s), "sinceSeconds", took.Seconds(),
 			"statedSeconds", s.Stated.Seconds(), "cut", s.Cut, "uncovered", uncovered)...)
 	})

@@ -115,7 +115,7 @@ type Options struct {
 type Coordinator struct {
 	Options
 
-	// mu protects core and the fields down to unsaid. It is held for one step of core, or for one
+	// mu protects core and the fields down to later. It is held for one step of core, or for one
 	// of each agent that waits, never during I/O, logging or a wait.
 	mu   sync.RWMutex
 	core *Core
@@ -128,18 +128,18 @@ type Coordinator struct {
 	// seen is for operators.
 	seen         *history
 	targetHealth healthReports
-	// unsaid holds the transitions that release has to log.
-	unsaid []func()
-	stop   chan struct{}
+	// later is what release has to do without the lock, such as to log.
+	later []func()
+	stop  chan struct{}
 
-	// turns protects steps, those of agents. If there are any, one of these agents waits for mu.
+	// turns protects next, the steps of agents for which one of them waits for mu. Nil: none does.
 	turns sync.Mutex
-	steps []step
+	next  *batch
 }
 
-// step is what an agent wants to do with the lock. taken is closed when it was done.
-type step struct {
-	take  func()
+// batch is steps of agents. taken is closed when they were taken.
+type batch struct {
+	steps []func()
 	taken chan struct{}
 }
 
@@ -389,34 +389,30 @@ func (c *Coordinator) change(how func()) {
 	how()
 }
 
-// inTurn runs how with the lock, for an agent. One agent waits for the lock, takes the steps of all
-// that have come until it has the lock, and settles once, because the step of each may change every
-// open drain. So deletions wait for one agent's turn at a time, not for those of a thousand.
+// inTurn is change for agents. One agent waits for the lock, takes the steps of all that have come
+// until it has the lock, and settles once, because the step of each may change every open drain. So
+// deletions wait for one agent's turn at a time, not for those of a thousand.
 func (c *Coordinator) inTurn(how func()) {
-	s := step{how, make(chan struct{})}
 	c.turns.Lock()
-	c.steps = append(c.steps, s)
-	first := len(c.steps) == 1
+	first := c.next == nil
+	if first {
+		c.next = &batch{taken: make(chan struct{})}
+	}
+	b := c.next
+	b.steps = append(b.steps, how)
 	c.turns.Unlock()
 	if first {
-		c.takeSteps()
+		c.change(func() {
+			c.turns.Lock()
+			c.next = nil
+			c.turns.Unlock()
+			c.later = append(c.later, func() { close(b.taken) })
+			for _, take := range b.steps {
+				take()
+			}
+		})
 	}
-	<-s.taken
-}
-
-// takeSteps takes the steps of all agents that wait.
-func (c *Coordinator) takeSteps() {
-	c.mu.Lock()
-	c.turns.Lock()
-	steps := c.steps
-	c.steps = nil
-	c.turns.Unlock()
-	defer func() { c.release(steps...) }()
-	for _, s := range steps {
-		s.take()
-	}
-	c.settle()
-	c.core.Notify()
+	<-b.taken
 }
 
 // locked runs how with the lock.
@@ -433,17 +429,14 @@ func (c *Coordinator) unlock() {
 	c.release()
 }
 
-// release releases the lock, tells agents that their steps were taken, and then logs what happened
-// under the lock, so that a slow log delays only its writer.
-func (c *Coordinator) release(taken ...step) {
-	unsaid := c.unsaid
-	c.unsaid = nil
+// release releases the lock, and then does what was left for later, so that a slow log delays only
+// its writer.
+func (c *Coordinator) release() {
+	later := c.later
+	c.later = nil
 	c.mu.Unlock()
-	for _, s := range taken {
-		close(s.taken)
-	}
-	for _, say := range unsaid {
-		say()
+	for _, do := range later {
+		do()
 	}
 }
 
@@ -470,7 +463,7 @@ func (c *Coordinator) settle() {
 	}
 	for _, s := range e.Suspensions {
 		c.Metrics.agents.WithLabelValues("suspended").Set(float64(c.core.Ledger.Counts().Suspended))
-		c.unsaid = append(c.unsaid, func() {
+		c.later = append(c.later, func() {
 			if s.Over {
 				c.Log.Info("agent is not suspended any more", "agent", s.Name, "id", s.Agent,
 					"acknowledged", s.Acknowledged)
@@ -482,7 +475,7 @@ func (c *Coordinator) settle() {
 	}
 	for _, s := range e.Cut {
 		c.connected()
-		c.unsaid = append(c.unsaid, func() {
+		c.later = append(c.later, func() {
 			c.Log.Info("stream of an agent ended by this replica", "agent", s.Who.Name, "id", s.Who.Agent, "why", s.Why)
 		})
 	}
@@ -499,7 +492,7 @@ func (c *Coordinator) entered(s Entered) {
 	c.seen.turned(time.Now(), s.Status)
 	took := time.Since(s.Begun)
 	c.Metrics.phase.WithLabelValues(s.Phase.String(), s.Reason.String()).Observe(took.Seconds())
-	c.unsaid = append(c.unsaid, func() {
+	c.later = append(c.later, func() {
 		c.Log.Info("drain", append(outcome(s.Status), "sinceSeconds", took.Seconds())...)
 	})
 }

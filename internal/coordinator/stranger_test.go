@@ -198,18 +198,20 @@ func TestAgentsTakeTheirStepsTogether(t *testing.T) {
 	for asked := 0; asked < agents; {
 		runtime.Gosched()
 		c.turns.Lock()
-		asked = len(c.steps)
+		if c.next != nil {
+			asked = len(c.next.steps)
+		}
 		c.turns.Unlock()
 	}
 	stacks := make([]byte, 4<<20)
 	stacks = stacks[:runtime.Stack(stacks, true)]
-	if n := strings.Count(string(stacks), "(*Coordinator).takeSteps("); n > 1 {
+	if n := strings.Count(string(stacks), "(*Coordinator).change("); n > 1 {
 		t.Errorf("%d agents wait for the lock", n)
 	}
 	c.unlock()
 	all.Wait()
-	if taken != agents || len(c.steps) != 0 {
-		t.Errorf("the steps of %d agents of %d were taken, and %d are left", taken, agents, len(c.steps))
+	if taken != agents || c.next != nil {
+		t.Errorf("the steps of %d agents of %d were taken, left %v", taken, agents, c.next)
 	}
 }
 
