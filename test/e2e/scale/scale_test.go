@@ -51,7 +51,7 @@ type measured struct {
 
 // series returns the coordinator's metrics. ok is false while it does not answer.
 func (m measured) series() (all stage.Series, ok bool) {
-	client := &http.Client{Timeout: 20 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
+	client := &http.Client{Timeout: 2 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
 	all, err := stage.ReadSeries(client, "http://"+stage.CoordinatorAddress.String()+":8080/metrics")
 	return all, err == nil
 }
