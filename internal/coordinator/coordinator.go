@@ -382,6 +382,14 @@ func (c *Coordinator) Pod(uid drain.UID) drain.Standing {
 	return c.core.Ledger.Pod(uid)
 }
 
+// Draining is [Core.Draining]. Under load each lock waits for a step of another caller, so it takes
+// one for all of pods.
+func (c *Coordinator) Draining(pods []drain.UID) int {
+	c.mu.RLock()
+	defer c.mu.RUnlock()
+	return c.core.Draining(pods)
+}
+
 // change runs how with the lock, and carries out the effects.
 func (c *Coordinator) change(how func()) {
 	c.mu.Lock()

@@ -377,6 +377,16 @@ func (c *Core) Replica(now time.Time, ready bool) wire.Replica {
 	return wire.Replica{Ready: ready, Expected: n.Expected, Missing: n.Missing, Shared: c.Ledger.Shared(now)}
 }
 
+// Draining returns how many of pods are being drained, not counting those that are queued.
+func (c *Core) Draining(pods []drain.UID) (n int) {
+	for _, uid := range pods {
+		if at := c.Ledger.Pod(uid); at.Draining && !at.Queued {
+			n++
+		}
+	}
+	return n
+}
+
 // Polled records what the other replicas sent last, and opens their drains here too if adopt is
 // set.
 func (c *Core) Polled(now time.Time, states []wire.Replica, adopt bool) {

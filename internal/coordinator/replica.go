@@ -46,8 +46,8 @@ func (c *Coordinator) ReliedOn(uid drain.UID) bool {
 // replica returns to another replica the state that it needs to continue the drains of this one.
 func (c *Coordinator) replica(http.ResponseWriter, *http.Request, Identity) (any, error) {
 	ready := c.Able() == nil
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	c.mu.RLock()
+	defer c.mu.RUnlock()
 	return c.core.Replica(time.Now(), ready), nil
 }
 

@@ -400,8 +400,8 @@ func (c *Coordinator) agent(k drain.AgentInfo) api.Agent {
 // [drain.Ledger.Acknowledgers] does, with the kinds of their gateways.
 func (c *Coordinator) Acknowledgers(services []drain.Service) (parties []drain.Acknowledger,
 	gateways map[drain.AgentID]string) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	c.mu.RLock()
+	defer c.mu.RUnlock()
 	parties = c.core.Ledger.Acknowledgers(time.Now(), services)
 	gateways = map[drain.AgentID]string{}
 	for _, p := range parties {

@@ -39,6 +39,8 @@ type Ledger interface {
 	// whether that replica's call may wait.
 	Claim(request coordinator.Request) (status drain.Status, hold bool)
 	Standings
+	// Draining returns how many of pods are being drained, not counting those that are queued.
+	Draining(pods []drain.UID) int
 	// ReliedOn reports whether another replica that is stopping may have left a call about the pod
 	// to this one.
 	ReliedOn(uid drain.UID) bool
@@ -390,12 +392,7 @@ func (c *Cluster) fullService(s subject) (least fullService) {
 		if _, usable := slices.BinarySearch(t.Usable, own); !usable {
 			continue // it takes nothing from this one
 		}
-		is := fullService{service: t.Service.String(), usable: len(t.Usable)}
-		for _, uid := range t.Usable {
-			if at := c.Ledger.Pod(uid); at.Draining && !at.Queued {
-				is.draining++
-			}
-		}
+		is := fullService{t.Service.String(), c.Ledger.Draining(t.Usable), len(t.Usable)}
 		if r := max(1, is.usable/2) - is.draining; least.service == "" || r < room {
 			least, room = is, r
 		}

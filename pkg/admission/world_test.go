@@ -204,6 +204,15 @@ func (l *ledger) Pod(uid drain.UID) drain.Standing {
 	return is
 }
 
+func (l *ledger) Draining(pods []drain.UID) (n int) {
+	for _, uid := range pods {
+		if at := l.Pod(uid); at.Draining && !at.Queued {
+			n++
+		}
+	}
+	return n
+}
+
 // happening is an Event.
 type happening struct {
 	pod             string

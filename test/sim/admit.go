@@ -106,6 +106,9 @@ func (l noted) Claim(request coordinator.Request) (drain.Status, bool) {
 	return s, hold
 }
 
+// Draining implements [admission.Ledger].
+func (l noted) Draining(pods []drain.UID) int { return l.core.Draining(pods) }
+
 // ReliedOn implements [admission.Ledger].
 func (l noted) ReliedOn(uid drain.UID) bool { return l.core.ReliedOn(uid) }
 
