@@ -41,8 +41,9 @@ const TrialEvery = 5 * time.Second
 //
 // A drain that does not wait for an agent is closed before the agent can acknowledge it. So in each
 // [TrialEvery] one drain waits for a suspended agent, for less than one hold. All suspended agents
-// share that drain, and so do replicas. For agents that need longer, the breaker half-closes after
-// the memory bound: drains wait for the agent again, and one more strike suspends it again.
+// share that drain, and so do replicas whose clocks agree. For agents that need longer, the breaker
+// half-closes after the memory bound: drains wait for the agent again, and one more strike suspends
+// it again.
 type breaker struct {
 	strikes int
 	// since is when the first of these drains was opened, struckAt when the last of them expired.

@@ -418,15 +418,15 @@ func (c *coord) checkClock(s drain.Status, elapsed time.Duration) {
 }
 
 // tries reports whether the drain of a pod may wait for an agent that let drains expire: for one
-// hold after agents were told, and as the only one in each 5 s of the clock.
+// hold after agents were told, and as the only one in each 5 s of this replica's clock.
 func (c *coord) tries(quiet *silence, uid drain.UID) bool {
 	d := c.room[uid]
 	if d == nil || !d.told || c.w.at-d.toldAt > c.w.times.Hold {
 		return false
 	}
 	c.w.measure("denials for an agent that is suspended")
-	began := d.toldAt.Truncate(drain.TrialEvery)
-	if quiet.tried != uid && quiet.triedAt == began {
+	began := epoch.Add(d.toldAt + c.w.skews[c.node].ahead(d.toldAt)).Truncate(drain.TrialEvery)
+	if quiet.tried != uid && quiet.triedAt.Equal(began) {
 		return false
 	}
 	quiet.tried, quiet.triedAt = uid, began

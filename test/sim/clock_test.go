@@ -4,6 +4,8 @@ import (
 	"encoding/json"
 	"testing"
 	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
 // A reading is a time as time.Now returns it: two are compared by their monotonic readings, until
@@ -40,5 +42,27 @@ func TestSkewedWorlds(t *testing.T) {
 	}
 	if skewed != 10 {
 		t.Errorf("%d worlds have clocks that differ", skewed)
+	}
+}
+
+// The 5 s in which one drain waits for a suspended agent are those of the replica's clock.
+func TestTrialsByTheClockOfTheReplica(t *testing.T) {
+	first, second := 158*time.Second, 159500*time.Millisecond
+	for ahead, want := range map[time.Duration]bool{
+		0: false, 551 * time.Second: true, -368 * time.Second: false, -159 * time.Second: true,
+	} {
+		w := &world{times: drain.DefaultTimes(), measured: map[string]int{}}
+		w.skews[1] = skew{first: ahead}
+		c := &coord{proc: proc{node: 1}, w: w, room: map[drain.UID]*admitted{
+			"first": {told: true, toldAt: first}, "second": {told: true, toldAt: second},
+		}}
+		quiet := &silence{}
+		w.at = first
+		if !c.tries(quiet, "first") {
+			t.Errorf("%s ahead: the first one is none", ahead)
+		}
+		if w.at = second; c.tries(quiet, "second") != want {
+			t.Errorf("%s ahead: the second one may wait: %t, want %t", ahead, !want, want)
+		}
 	}
 }

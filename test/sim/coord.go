@@ -103,10 +103,10 @@ type silence struct {
 	// the last one at lastAt.
 	expired int
 	lastAt  time.Duration
-	// tried is the last pod whose deletion was denied for it since, triedAt the 5 s of the clock in
-	// which agents were told.
+	// tried is the last pod whose deletion was denied for it since, triedAt the 5 s of this
+	// replica's clock in which agents were told.
 	tried   drain.UID
-	triedAt time.Duration
+	triedAt time.Time
 }
 
 // admitted is an open drain, as far as its Services' room goes.
