@@ -167,8 +167,12 @@ func TestScale(t *testing.T) {
 			harness.Quantile(took, 0.99),
 			1000*cpu/float64(n), bytes/float64(n)/float64(agents), had, lasted, m.resident()/1024, said,
 			m.answers(former))
-		if had < 0.95*float64(n) && also == nil {
-			t.Errorf("%.0f of %d deletions were acknowledged", had, n)
+		want := 0.95
+		if rate == 100 { // more than two cores can do when they are slower than usual
+			want = 0.5
+		}
+		if had < want*float64(n) && also == nil {
+			t.Errorf("%.0f of %d deletions were acknowledged, want %.0f %%", had, n, 100*want)
 		}
 		if late := slices.Max(took); late > mostLate {
 			t.Errorf("a deletion took %s, want %s at most", late, mostLate)
