@@ -382,8 +382,8 @@ func (c *Coordinator) Pod(uid drain.UID) drain.Standing {
 	return c.core.Ledger.Pod(uid)
 }
 
-// Draining is [Core.Draining]. Under load each lock waits for a step of another caller, so it takes
-// one for all of pods.
+// Draining is [Core.Draining]. It takes the lock once for all of pods, because each time it may
+// have to wait for the step of another caller.
 func (c *Coordinator) Draining(pods []drain.UID) int {
 	c.mu.RLock()
 	defer c.mu.RUnlock()

@@ -204,13 +204,11 @@ func (l *ledger) Pod(uid drain.UID) drain.Standing {
 	return is
 }
 
-func (l *ledger) Draining(pods []drain.UID) (n int) {
-	for _, uid := range pods {
-		if at := l.Pod(uid); at.Draining && !at.Queued {
-			n++
-		}
-	}
-	return n
+func (l *ledger) Draining(pods []drain.UID) int {
+	return len(slices.DeleteFunc(slices.Clone(pods), func(uid drain.UID) bool {
+		at := l.Pod(uid)
+		return !at.Draining || at.Queued
+	}))
 }
 
 // happening is an Event.
