@@ -154,8 +154,9 @@ func (s *Set) readmitIfFree(p *pod, lapsed bool) {
 }
 
 // Of returns the state of a pod in the gateway, whether it is excluded or not: the lowest state of
-// its targets. inFlight reports whether that is Removed and requests or connections to the pod were
-// counted. generation is that of the readings.
+// its targets. A target that is not to be routed any more is Unknown while an operation that routes
+// to it may be in flight. inFlight reports whether state is Removed and requests or connections to
+// the pod were counted. generation is that of the readings.
 func (s *Set) Of(uid UID) (state State, inFlight bool, generation string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -170,6 +171,8 @@ func (s *Set) Of(uid UID) (state State, inFlight bool, generation string) {
 			is = Unknown
 		case r.is(routed), r.is(claimed) && !r.excluded():
 			is = Routing
+		case r.is(asked):
+			is = Unknown
 		case r.idleSince != never && r.seenAt-r.idleSince >= int64(IdleGap):
 			is = Idle
 		}
