@@ -17,7 +17,8 @@ const TrialEvery = 5 * time.Second
 // A strike is a drain that reached its deadline while the agent had to acknowledge it and had
 // reported neither Removed nor Idle. Three in a row open the breaker: the agent is suspended, which
 // means that it still learns of drains but they do not wait for it. An acknowledgement of any drain
-// in time clears the strikes and ends the suspension.
+// in time clears the strikes and ends the suspension. A report on a deletion that is only measured
+// is none, because the agent did not have to do anything.
 //
 // "In a row" means one after the other. Drains that expire at the same moment, or that overlap, are
 // one failure seen many times. So a drain counts only if it began here after the last counted one

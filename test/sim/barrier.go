@@ -719,12 +719,15 @@ func (c *coord) unbar(x *barred, ok bool, why pass) {
 }
 
 // acknowledgedAtBarrier says whether one of reports is certainly an acknowledgement in time of an
-// open barrier that a owes.
+// open barrier that a owes. Nothing waits for what is only measured: an agent cannot end its
+// suspension by that.
 func (c *coord) acknowledgedAtBarrier(a *agent, asOf time.Time, reports []drain.Report) bool {
 	now := c.now()
 	for _, r := range reports {
 		s := c.ledger.Status(now, drain.AtBarrier, r.UID)
-		if s.Phase == drain.PhaseUnknown || s.Phase == drain.Closed || now.Sub(asOf) > c.w.times.Freshness {
+		_, measured := c.watching[r.UID]
+		if measured || s.Phase == drain.PhaseUnknown || s.Phase == drain.Closed ||
+			now.Sub(asOf) > c.w.times.Freshness {
 			continue
 		}
 		if r.State >= drain.Removed && c.watched[a.id][r.UID] == r.Number && now.Before(s.Deadline) {
