@@ -251,7 +251,8 @@ func newEvents(kube kubernetes.Interface, replica string, warned func(pod drain.
 // Event implements [admission.Events].
 func (e *events) Event(pod *corev1.Pod, warning bool, reason, message string) {
 	if warning {
-		e.warned(drain.Pod{Namespace: pod.Namespace, Name: pod.Name, UID: drain.UID(pod.UID)},
+		// It takes the lock of the ledger, and the answer to the API server must not wait for that.
+		go e.warned(drain.Pod{Namespace: pod.Namespace, Name: pod.Name, UID: drain.UID(pod.UID)},
 			strings.TrimPrefix(reason, "Lameduck"), message)
 	}
 	now := time.Now()

@@ -268,6 +268,12 @@ func (c *Coordinator) Drain(
 ) (status drain.Status, held bool, err error) {
 	c.mu.Lock()
 	defer c.unlock()
+	if err := ctx.Err(); err != nil {
+		// The caller has gone while this waited for the lock. A release then is not an answer that
+		// has allowed the deletion.
+		status, _ = c.core.Claim(time.Now(), request)
+		return status, false, err
+	}
 	h := c.core.Hold(time.Now(), request, until)
 	c.settle()
 	if !h.Over {

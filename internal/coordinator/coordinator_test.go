@@ -97,6 +97,21 @@ func TestACallIsHeldNoLongerThanItMay(t *testing.T) {
 	})
 }
 
+// The steps of others may hold the lock for longer than the API server waits. A release that no
+// caller has received counts as a deletion that something else refused, and after two of them the
+// pod's next one does not wait.
+func TestACallerThatHasGoneIsNotAllowed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newNetwork(t).replica("replica-0", "a") // without agents each drain is released at once
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		status, held, err := r.Drain(ctx, requestOf(pod("a"), web), time.Now().Add(time.Second))
+		if status.Phase != drain.Released || held || !errors.Is(err, context.Canceled) {
+			t.Errorf("%s, held %t, %v", status.Phase, held, err)
+		}
+	})
+}
+
 // Without this, the one release that operators must know of is in no metric and no log: no event
 // occurs at the deadline.
 func TestTheDeadlineReleasesAndIsWrittenDown(t *testing.T) {
