@@ -160,7 +160,7 @@ func (c *Core) Stop() { c.stopped = true }
 func (c *Core) Tick(now time.Time) (pods, over []drain.Pod) {
 	pods, over = c.Ledger.Tick(now)
 	c.dropTurns(now)
-	for uid := range c.observed {
+	for _, uid := range slices.Sorted(maps.Keys(c.observed)) { // the log has them in this order
 		c.measure(now, uid)
 	}
 	for i, of := range []*[]drain.Pod{&pods, &over} {

@@ -551,12 +551,40 @@ func (c *coord) noteDeclared(a *agent, routes []drain.Route) {
 // before.
 func (d *admitted) owedBy(a *agent) bool { return d != nil && d.former[a] }
 
+// checkDeparted looks for agents that have left among those that a drain waits for.
 func (c *coord) checkDeparted(s drain.Status) {
 	for _, x := range slices.Concat(s.Waiting, s.Suspended) {
-		if c.departed[x.Agent] != "" {
+		switch {
+		case c.departed[x.Agent] == "":
+		case c.mayWait(x.Agent):
+			c.w.excuse(forgotten)
+		default:
 			c.w.fail(checkLeft, "%s waits with the drain of %s for %s, which has left", c.name, s.Pod.UID, x.Name)
 		}
 	}
+}
+
+const forgotten = "left: forgotten before the watch, which was late, listed the agent"
+
+// noteRelisted records which agents have left and are listed only now that the ledger may have
+// forgotten them: it forgets an agent that is neither listed nor connected after Times.Away. The
+// watch was silent then from before the agent was created until after that.
+func (c *coord) noteRelisted(all []drain.Expected) {
+	for _, e := range all {
+		listed := slices.ContainsFunc(c.roster, func(o drain.Expected) bool { return o.ID == e.ID })
+		if !listed && c.departed[e.ID] != "" && c.heard[e.ID] == nil && c.w.at-c.lost[e.ID] >= c.w.times.Away {
+			c.relisted[e.ID] = c.w.at
+		}
+	}
+}
+
+// mayWait reports whether the ledger may wait for an agent that has left as it does for one that it
+// does not know: while the agent's pod is listed as ready, or for Times.Away. A replica that was
+// frozen may send what it decided before that.
+func (c *coord) mayWait(id drain.AgentID) bool {
+	at, relisted := c.relisted[id]
+	ready := slices.ContainsFunc(c.roster, func(e drain.Expected) bool { return e.ID == id && e.Ready })
+	return relisted && (ready || c.w.at-max(at, c.frozen) < c.w.times.Away+10*time.Millisecond)
 }
 
 // checkSilent: who is not waited for has been silent for as long as three drains take that come one

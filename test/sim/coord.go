@@ -85,8 +85,10 @@ type coord struct {
 	room    map[drain.UID]*admitted
 	// silence is what each agent has left unanswered, for the checks.
 	silence map[drain.AgentID]*silence
-	// departed are the lives of agents that have left, as was heard here.
+	// departed are the lives of agents that have left, as was heard here. relisted is when those of
+	// them were listed that the ledger may have forgotten before.
 	departed map[drain.AgentID]string
+	relisted map[drain.AgentID]time.Duration
 	// declared are the Services that each agent has declared here.
 	declared map[*agent][]drain.Route
 }
@@ -176,6 +178,7 @@ func (c *coord) start() {
 	c.targets, c.room = map[drain.Service][]drain.UID{}, map[drain.UID]*admitted{}
 	c.silence, c.departed, c.declared = map[drain.AgentID]*silence{}, map[drain.AgentID]string{},
 		map[*agent][]drain.Route{}
+	c.relisted = map[drain.AgentID]time.Duration{}
 	c.begun, c.answered, c.oldest = map[drain.UID]time.Duration{}, map[drain.UID]time.Duration{},
 		map[drain.UID]time.Time{}
 	c.log("starts, epoch %d", c.epoch)
@@ -351,6 +354,7 @@ func (c *coord) sliceSeen(service int, s slice) {
 }
 
 func (c *coord) rosterSeen(all []drain.Expected) {
+	c.noteRelisted(all)
 	c.roster = all
 	for id := range c.silence {
 		if !slices.ContainsFunc(all, func(e drain.Expected) bool { return e.ID == id }) {
@@ -622,6 +626,7 @@ func (c *coord) leave(a *agent, session uint64, boot string) bool {
 			c.w.measure("leaves that a replica heard")
 		}
 		c.departed[a.id] = boot
+		delete(c.relisted, a.id)
 		for _, s := range c.all(drain.AtHold) {
 			c.checkDeparted(s)
 		}

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -79,6 +80,51 @@ func TestALateLeaveIsOfTheLifeThatSentIt(t *testing.T) {
 	w.run()
 	if w.violation != "" {
 		t.Error(w.violation)
+	}
+}
+
+// The ledger forgets an agent that has left 5 s after its stream has ended, if no list has it. A
+// watch that was silent until then lists the agent as a new one. Without the exception for this,
+// the check requires that the ledger remembers the Leave.
+func TestAnAgentThatHasLeftIsListedLate(t *testing.T) {
+	for name, test := range map[string]struct {
+		listed time.Duration // after the end of its stream
+		waits  bool
+	}{
+		"remembered": {4500 * time.Millisecond, false},
+		"forgotten":  {6500 * time.Millisecond, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := calmWorld(t)
+			c := w.coords[0]
+			w.after(nil, 20*time.Second, func() {
+				c.watch.stall = 26*time.Second + test.listed
+				w.newAgent(0)
+				a := w.agents[len(w.agents)-1]
+				a.right, a.services = "", []int{0} // the API lists it
+				w.after(nil, 5*time.Second, a.leave)
+				w.after(nil, 6*time.Second, func() {
+					a.gw.crash(time.Hour)
+					a.ready = false
+					a.crash(false)
+					w.api.rosterChanged()
+				})
+				w.after(nil, 6*time.Second+test.listed, func() {
+					i := slices.IndexFunc(w.api.pods, func(p *pod) bool {
+						return p.ready && !p.terminating && slices.Contains(p.services, 0)
+					})
+					w.api.reask(w.api.pods[i].uid)
+				})
+				w.after(nil, 30*time.Second, func() { a.listed = false; w.api.rosterChanged() })
+			})
+			w.run()
+			if w.violation != "" {
+				t.Error(w.violation)
+			}
+			if waits := w.excused[forgotten] > 0; waits != test.waits {
+				t.Errorf("a drain waits for the agent: %t, want %t", waits, test.waits)
+			}
+		})
 	}
 }
 
