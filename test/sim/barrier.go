@@ -850,6 +850,9 @@ func (c *coord) checkPass(p *pod, by *agent, s drain.Status, why *pass) {
 				if s.Reason == drain.AgentsLost {
 					why.excused[a] = "LastTarget"
 				}
+			case by == nil && s.Reason == drain.AgentsLost && p.gone && a.kernel.alone(p.uid):
+				// Nothing has waited, and EndpointSlices do not list it any more.
+				w.excuse("routed by a kernel: LastTarget, and the pod is deleted since")
 			case a.kernel.late(p) != "":
 				w.excuse("routed by a kernel: " + a.kernel.late(p))
 			case last && a.kernel.behind():
