@@ -39,14 +39,14 @@ type Measured struct {
 
 // Observe measures how long gateways take to stop routing to a pod once it is terminating, and
 // whether requests are in flight to it then. No call waits for that, and no gateway excludes the
-// pod.
-func (c *Core) Observe(now time.Time, request Request, targets []netip.AddrPort) {
+// pod. young is [drain.Barrier.Young].
+func (c *Core) Observe(now time.Time, request Request, targets []netip.AddrPort, young time.Duration) {
 	if c.observed[request.Pod.UID] != nil || len(c.observed) >= maxObserved {
 		return
 	}
 	last := !slices.ContainsFunc(request.Targets, func(t drain.Targets) bool { return !t.Last(request.Pod.UID) })
 	c.observed[request.Pod.UID] = &observed{allowed: now, Barrier: drain.Barrier{Pod: request.Pod, Observe: true,
-		Services: servicesOf(request.Targets), Targets: targets, Bound: c.times.Deadline, Last: last}}
+		Services: servicesOf(request.Targets), Targets: targets, Bound: c.times.Deadline, Last: last, Young: young}}
 }
 
 // terminating starts the measurement of an observed pod.
@@ -76,8 +76,8 @@ func (c *Core) measure(now time.Time, uid drain.UID) {
 }
 
 // Observe is [Core.Observe].
-func (c *Coordinator) Observe(request Request, targets []netip.AddrPort) {
-	c.change(func() { c.core.Observe(time.Now(), request, targets) })
+func (c *Coordinator) Observe(request Request, targets []netip.AddrPort, young time.Duration) {
+	c.change(func() { c.core.Observe(time.Now(), request, targets, young) })
 }
 
 // measured is what is remembered for a namespace. Its WaitSeconds are in took.

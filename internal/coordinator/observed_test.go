@@ -28,7 +28,7 @@ func TestWhatADeletionWouldHaveWaitedForIsMeasured(t *testing.T) {
 		report := func() string {
 			return fmt.Sprint(r.Report().Namespaces)
 		}
-		r.Observe(request, targets)
+		r.Observe(request, targets, 0)
 		synctest.Wait()
 		if _, ok := node.eyes.watching(p); ok {
 			t.Error("it is measured before the pod is terminating")
@@ -65,7 +65,7 @@ func TestWhatADeletionWouldHaveWaitedForIsMeasured(t *testing.T) {
 		for i := range 4 {
 			of := pod(fmt.Sprint("silent-", i))
 			request.Pod = of
-			r.Observe(request, targets)
+			r.Observe(request, targets, 0)
 			r.GatePassed(of.UID)
 			time.Sleep(35 * time.Second)
 		}
@@ -74,11 +74,37 @@ func TestWhatADeletionWouldHaveWaitedForIsMeasured(t *testing.T) {
 		}
 		// One that is refused after all is forgotten.
 		request.Pod = pod("kept")
-		r.Observe(request, targets)
+		r.Observe(request, targets, 0)
 		time.Sleep(35 * time.Second)
 		r.GatePassed(request.Pod.UID)
 		time.Sleep(35 * time.Second)
 		if got := report(); got != "[{shop 1 1 4 [0.06]}]" {
+			t.Error(got)
+		}
+	})
+}
+
+// A kernel that has not learned yet that a pod is ready looks like one that has removed it.
+func TestTheMeasuredWaitOfAYoungPod(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a", with(newNearby()))
+		node := n.nodeAgent("node-1", "replica-0")
+		p := pod("a")
+		r.Observe(Request{Pod: p, Targets: []drain.Targets{{Service: web, Usable: []drain.UID{"other", p.UID}}}},
+			[]netip.AddrPort{netip.MustParseAddrPort("10.1.0.7:0")}, 4*time.Second)
+		r.GatePassed(p.UID)
+		synctest.Wait()
+		node.see(t, p, drain.Idle, true)
+		time.Sleep(3 * time.Second)
+		node.see(t, p, drain.Idle, true)
+		if got := r.Report().Namespaces; len(got) > 0 {
+			t.Errorf("measured too early: %+v", got)
+		}
+		time.Sleep(time.Second) // agents repeat reports every 5 s
+		node.see(t, p, drain.Routing, true)
+		node.see(t, p, drain.Idle, true)
+		if got := fmt.Sprint(r.Report().Namespaces); got != "[{shop 1 0 0 [4]}]" {
 			t.Error(got)
 		}
 	})

@@ -33,8 +33,9 @@ const outOfService = "node.kubernetes.io/out-of-service"
 type Ledger interface {
 	Drain(ctx context.Context, request coordinator.Request, until time.Time) (status drain.Status, held bool, err error)
 	Unroute(request coordinator.Request)
-	// Observe measures what the deletion of a pod would have waited for.
-	Observe(request coordinator.Request, targets []netip.AddrPort)
+	// Observe measures what the deletion of a pod would have waited for. young is for how long
+	// gateways may still not have learned that the pod is ready.
+	Observe(request coordinator.Request, targets []netip.AddrPort, young time.Duration)
 	// Claim opens a drain on behalf of another replica, without waiting for it. hold reports
 	// whether that replica's call may wait.
 	Claim(request coordinator.Request) (status drain.Status, hold bool)
@@ -355,7 +356,11 @@ func (c *Cluster) observe(now time.Time, f Facts, s subject) {
 		return // it would not have waited, or nothing can be seen of it
 	}
 	s.targets = Targets(c.Slices, listings)
-	c.Ledger.Observe(s.request(), podfacts.Addresses(s.pod))
+	young := endpoints.Linger
+	if at, ready := podfacts.ReadySince(s.pod); ready {
+		young = max(0, young-max(0, now.Sub(at)))
+	}
+	c.Ledger.Observe(s.request(), podfacts.Addresses(s.pod), young)
 }
 
 // live brings the targets of s up to date. It names a Service if the pod has become the last one of

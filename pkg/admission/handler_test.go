@@ -446,22 +446,31 @@ func TestASlowReviewIsRefused(t *testing.T) {
 // Nothing waits in observe, and no gateway is told to stop: that would be another deletion than the
 // one to be measured.
 func TestAnObservedDeletionIsMeasuredAndDoesNotWait(t *testing.T) {
-	w := newWorld(t)
-	w.ns.Labels[keys.Mode] = keys.Observe
-	w.a.Status.PodIPs = []corev1.PodIP{{IP: "10.0.0.7"}}
-	if got := w.ask(deletion(w.a)); !got.Allowed || len(got.Warnings) != 0 {
-		t.Errorf("%+v", got)
-	}
-	if want := []string{"observe [10.0.0.7:0] shop/a uid-a [shop/web]"}; !slices.Equal(w.ledger.calls, want) {
-		t.Errorf("calls %q, want %q", w.ledger.calls, want)
-	}
-	w.ledger.calls = nil
-	w.slices.of["uid-b"] = nil
-	if got := w.ask(deletion(w.b)); !got.Allowed || len(w.ledger.calls) != 0 {
-		t.Errorf("a pod that no Service lists: %+v, calls %q", got, w.ledger.calls)
-	}
-	w.a.Spec.HostNetwork = true
-	if got := w.ask(deletion(w.a)); !got.Allowed || len(w.ledger.calls) != 0 {
-		t.Errorf("a pod in its node's network: %+v, calls %q", got, w.ledger.calls)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		w.ns.Labels[keys.Mode] = keys.Observe
+		w.a.Status.PodIPs = []corev1.PodIP{{IP: "10.0.0.7"}}
+		if got := w.ask(deletion(w.a)); !got.Allowed || len(got.Warnings) != 0 {
+			t.Errorf("%+v", got)
+		}
+		w.a.Status.Conditions[0].LastTransitionTime = metav1.NewTime(time.Now().Add(-3 * time.Second))
+		w.ask(deletion(w.a))
+		w.a.Status.Conditions[0].Status = corev1.ConditionFalse // it may have become ready since
+		w.ask(deletion(w.a))
+		if want := []string{"observe [10.0.0.7:0] young for 0s shop/a uid-a [shop/web]",
+			"observe [10.0.0.7:0] young for 7s shop/a uid-a [shop/web]",
+			"observe [10.0.0.7:0] young for 10s shop/a uid-a [shop/web]",
+		}; !slices.Equal(w.ledger.calls, want) {
+			t.Errorf("calls %q, want %q", w.ledger.calls, want)
+		}
+		w.ledger.calls = nil
+		w.slices.of["uid-b"] = nil
+		if got := w.ask(deletion(w.b)); !got.Allowed || len(w.ledger.calls) != 0 {
+			t.Errorf("a pod that no Service lists: %+v, calls %q", got, w.ledger.calls)
+		}
+		w.a.Spec.HostNetwork = true
+		if got := w.ask(deletion(w.a)); !got.Allowed || len(w.ledger.calls) != 0 {
+			t.Errorf("a pod in its node's network: %+v, calls %q", got, w.ledger.calls)
+		}
+	})
 }

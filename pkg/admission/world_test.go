@@ -139,8 +139,8 @@ func (l *ledger) Drain(_ context.Context, r coordinator.Request, until time.Time
 
 func (l *ledger) Unroute(r coordinator.Request) { l.note("unroute", r) }
 
-func (l *ledger) Observe(r coordinator.Request, targets []netip.AddrPort) {
-	l.note(fmt.Sprint("observe ", targets), r)
+func (l *ledger) Observe(r coordinator.Request, targets []netip.AddrPort, young time.Duration) {
+	l.note(fmt.Sprint("observe ", targets, " young for ", young.Round(time.Second)), r)
 }
 
 func (l *ledger) Claim(r coordinator.Request) (drain.Status, bool) {

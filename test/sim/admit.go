@@ -85,14 +85,14 @@ func (l noted) Unroute(request coordinator.Request) {
 }
 
 // Observe implements [admission.Ledger].
-func (l noted) Observe(request coordinator.Request, targets []netip.AddrPort) {
+func (l noted) Observe(request coordinator.Request, targets []netip.AddrPort, young time.Duration) {
 	if _, known := l.watching[request.Pod.UID]; !known {
 		l.watching[request.Pod.UID] = nil
 		for _, t := range request.Targets {
 			l.watching[request.Pod.UID] = append(l.watching[request.Pod.UID], t.Service)
 		}
 	}
-	l.core.Observe(l.now(), request, targets)
+	l.core.Observe(l.now(), request, targets, young)
 }
 
 // Claim implements [admission.Ledger].

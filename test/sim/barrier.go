@@ -850,9 +850,6 @@ func (c *coord) checkPass(p *pod, by *agent, s drain.Status, why *pass) {
 				if s.Reason == drain.AgentsLost {
 					why.excused[a] = "LastTarget"
 				}
-			case by == nil && s.Reason == drain.AgentsLost && p.gone && a.kernel.alone(p.uid):
-				// Nothing has waited, and EndpointSlices do not list it any more.
-				w.excuse("routed by a kernel: LastTarget, and the pod is deleted since")
 			case a.kernel.late(p) != "":
 				w.excuse("routed by a kernel: " + a.kernel.late(p))
 			case last && a.kernel.behind():
@@ -885,8 +882,8 @@ func (c *coord) checkMeasured(m coordinator.Measured) {
 	c.w.measure("deletions that were measured: " + m.Reason.String())
 	c.log("%s would have waited for %s: %s", m.Pod.UID, m.Took, m.Reason)
 	defer delete(c.watching, m.Pod.UID)
-	if m.Reason == drain.LastTarget {
-		return // it is judged when the pod is deleted, once
+	if m.Reason != drain.Acknowledged && m.Reason != drain.IdleBound {
+		return // no wait is reported
 	}
 	c.checkPass(c.w.api.find(m.Pod.UID), nil, m.Status, &pass{excused: map[*agent]string{}})
 }
