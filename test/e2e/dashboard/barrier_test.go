@@ -45,7 +45,7 @@ func TestBothGatesAndHealthAreSeen(t *testing.T) {
 	s := open(t)
 	harness.InstallFollowing(t, s)
 	harness.Barred(t, s.Kube, "both", nil)
-	shop(t, s, "both", 200*time.Millisecond)
+	shop(t, s, "both", 200*time.Millisecond, 0)
 	nodes, err := s.Pods(t.Context(), "lameduck-node", "app.kubernetes.io/component=node")
 	if err != nil || len(nodes) != 1 {
 		t.Fatalf("%d node agents: %v", len(nodes), err)

@@ -67,7 +67,7 @@ func TestKubectl(t *testing.T) {
 	serveKubelet(t, s.Kube)
 	const ns = "kubectl"
 	harness.Namespace(t, s.Kube, ns, nil)
-	shop(t, s, ns, 1500*time.Millisecond)
+	shop(t, s, ns, 1500*time.Millisecond, 0)
 	admin := s.Cluster.Kubeconfig()
 	say := func(args ...string) string {
 		t.Helper()

@@ -9,17 +9,15 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/harness"
 )
 
-// observed is a namespace where nothing waits.
-const observed = "observed"
-
 // In mode observe a rolling update is not held, and afterwards it is said what it would have waited
-// for: requests take 1.5 s, so each pod had some in flight.
+// for: requests take 1.5 s, so pods had some in flight. The pods run on for 3 s: the end of a pod
+// would end its requests perhaps before the gateway is read.
 func TestReport(t *testing.T) {
 	s := open(t)
 	serveKubelet(t, s.Kube)
-	const ns = observed
+	const ns = "observed"
 	harness.Namespace(t, s.Kube, ns, map[string]string{"lameduck.io/mode": "observe"})
-	shop(t, s, ns, 1500*time.Millisecond)
+	shop(t, s, ns, 1500*time.Millisecond, 3)
 	if _, err := s.Restart(t.Context(), ns, "web"); err != nil {
 		t.Fatal(err)
 	}
