@@ -68,6 +68,8 @@ type Place struct {
 	// deletion remains one. [Ledger.ReadyAgain] ends it.
 	Restart bool
 	// Stopped is when that began, by the clock of the pod's node. Zero: when the drain is opened.
+	// Of several the latest counts, because a request about an earlier one may come late. If the
+	// clock was set back in between, the pod is excluded until the drain is abandoned.
 	Stopped time.Time
 }
 

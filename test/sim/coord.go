@@ -57,6 +57,9 @@ type coord struct {
 	// for no deletion, with the time at which this replica last learned of a stop.
 	bars      []*barred
 	restarted map[drain.UID]time.Duration
+	// stopped is when the containers of these pods were stopped, by the clocks of their kubelets:
+	// the latest time, as in the ledger, also if the clock was set back before the last stop.
+	stopped map[drain.UID]time.Duration
 	// took is how long kernels took to let go, in barriers of this life, and let of which that is
 	// known.
 	took time.Duration
@@ -170,7 +173,7 @@ func (c *coord) start() {
 		Now: func() time.Time { return c.now() }, Log: w.logger(c.name)}
 	c.streams, c.holds, c.inbound = nil, nil, nil
 	c.bars, c.watched = nil, map[drain.AgentID]map[drain.UID]uint64{}
-	c.restarted = map[drain.UID]time.Duration{}
+	c.restarted, c.stopped = map[drain.UID]time.Duration{}, map[drain.UID]time.Duration{}
 	c.took, c.let, c.rested = 0, map[drain.UID]map[*agent]bool{}, map[drain.UID]time.Duration{}
 	c.watching = map[drain.UID][]drain.Service{}
 	c.heard, c.lost = map[drain.AgentID]map[drain.UID]said{}, map[drain.AgentID]time.Duration{}

@@ -186,13 +186,14 @@ func (c *coord) restarts(x *barred) {
 		place = d.place
 	}
 	c.asking(p.uid, x.targets, place)
+	stopped := c.w.at + p.ahead(c.w.at)
 	if _, ok := c.begun[p.uid]; !ok {
 		c.begins(p.uid)
-		c.restarted[p.uid] = c.w.at
+		c.restarted[p.uid], c.stopped[p.uid] = c.w.at, stopped
 		c.log("drain of %s, which stays, begins", p.uid)
 	}
 	if c.restarted[p.uid] > 0 {
-		c.restarted[p.uid] = c.w.at
+		c.restarted[p.uid], c.stopped[p.uid] = c.w.at, max(c.stopped[p.uid], stopped)
 	}
 }
 
@@ -208,7 +209,7 @@ func (c *coord) back(p *pod, v podView) {
 		c.settle()
 		return
 	}
-	if stopped > 0 && max(v.readyAt, v.restartedAt) > stopped && ready.After(epoch.Add(stopped+p.ahead(stopped))) {
+	if stopped > 0 && max(v.readyAt, v.restartedAt) > stopped && ready.After(epoch.Add(c.stopped[uid])) {
 		c.w.fail(checkBack,
 			"%s does not let %s be routed again, which has become ready after its container was stopped", c.name, uid)
 	}
