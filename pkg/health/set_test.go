@@ -1191,36 +1191,33 @@ func random(t testing.TB, script []byte) {
 		}
 		w.list(pool, all)
 	}
-	check := func() {
+	// gone looks whether the proxy routes to a pod that is reported to be in a state. shares
+	// reports whether the pod has the address of another pod's server.
+	gone := func(uid UID, state State, generation string, shares func(netip.AddrPort) bool) {
 		t.Helper()
-		for _, s := range w.Exclusions() {
-			if s.State < Removed || s.Generation != fmt.Sprint("g", w.proxy.generation) {
-				continue
-			}
-			for _, process := range w.proxy.processes() {
-				for k, server := range process {
-					own := Target{s.UID, k.Target.Addr}
-					shared := !changed && slices.ContainsFunc(pools, func(p Pool) bool {
-						return w.Set.pools[p] != nil && w.Set.pools[p].targets[own] != nil
-					})
-					if (k.Target.UID == s.UID || shared) && server.routed {
-						t.Fatalf("%s is %s and %s is routed after\n%s", s.UID, s.State, k, strings.Join(log, "\n"))
-					}
+		if state < Removed || generation != fmt.Sprint("g", w.proxy.generation) {
+			return
+		}
+		for _, process := range w.proxy.processes() {
+			for k, server := range process {
+				if server.routed && (k.Target.UID == uid || shares(k.Target.Addr)) {
+					t.Fatalf("%s is %s and %s is routed after\n%s", uid, state, k, strings.Join(log, "\n"))
 				}
 			}
 		}
+	}
+	check := func() {
+		t.Helper()
+		for _, s := range w.Exclusions() {
+			gone(s.UID, s.State, s.Generation, func(at netip.AddrPort) bool {
+				return !changed && slices.ContainsFunc(pools, func(p Pool) bool {
+					return w.Set.pools[p] != nil && w.Set.pools[p].targets[Target{s.UID, at}] != nil
+				})
+			})
+		}
 		for _, uid := range uids {
 			state, _, generation := w.Of(uid)
-			if state < Removed || generation != fmt.Sprint("g", w.proxy.generation) {
-				continue
-			}
-			for _, process := range w.proxy.processes() {
-				for k, server := range process {
-					if k.Target.UID == uid && server.routed {
-						t.Fatalf("Of %s is %s and %s is routed after\n%s", uid, state, k, strings.Join(log, "\n"))
-					}
-				}
-			}
+			gone(uid, state, generation, func(netip.AddrPort) bool { return false })
 		}
 	}
 	say := func(format string, args ...any) { log = append(log, fmt.Sprintf(format, args...)) }
