@@ -105,16 +105,13 @@ func (v *Source) PodContext(ctx context.Context, agent string, pod drain.Pod) (s
 	}
 	s.Addresses = podfacts.Addresses(&is)
 	s.Here = is.Spec.NodeName != "" && asks.Spec.NodeName == is.Spec.NodeName
-	at, ready := podfacts.ReadySince(&is)
-	switch {
-	case ready:
+	_, ready := podfacts.ReadySince(&is)
+	if ready || !s.Terminating {
 		deleted := v.Now() // or just before: the agent that asks learned of it earlier
 		if s.Terminating {
 			deleted = is.DeletionTimestamp.Add(-grace(&is))
 		}
-		s.Young = max(0, heardBy-max(0, deleted.Sub(at)))
-	case !s.Terminating:
-		s.Young = heardBy // this cache is behind: the pod may have become ready just before its deletion
+		s.Young = admission.Young(&is, deleted)
 	}
 	listings := v.Index.Pod(v.Now(), pod.Namespace, pod.UID)
 	s.Targets = admission.Targets(v.Index, listings)

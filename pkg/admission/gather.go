@@ -356,11 +356,17 @@ func (c *Cluster) observe(now time.Time, f Facts, s subject) {
 		return // it would not have waited, or nothing can be seen of it
 	}
 	s.targets = Targets(c.Slices, listings)
-	young := endpoints.Linger
-	if at, ready := podfacts.ReadySince(s.pod); ready {
-		young = max(0, young-max(0, now.Sub(at)))
+	c.Ledger.Observe(s.request(), podfacts.Addresses(s.pod), Young(s.pod, now))
+}
+
+// Young returns for how long after its deletion gateways may still not have learned that a pod is
+// ready. One that is not may have become ready just before.
+func Young(pod *corev1.Pod, deleted time.Time) time.Duration {
+	at, ready := podfacts.ReadySince(pod)
+	if !ready {
+		return endpoints.Linger
 	}
-	c.Ledger.Observe(s.request(), podfacts.Addresses(s.pod), young)
+	return max(0, endpoints.Linger-max(0, deleted.Sub(at)))
 }
 
 // live brings the targets of s up to date. It names a Service if the pod has become the last one of
