@@ -13,6 +13,7 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/signal"
@@ -115,6 +116,26 @@ func (g *Gateway) call(ctx context.Context, method, url string, body, into any) 
 	return answer.StatusCode, errors.Join(err, fmt.Errorf("%s: %.200s", answer.Status, text))
 }
 
+func (g *Gateway) url(pool health.Pool) string { return g.admin + "upstreams/" + string(pool) }
+
+// store writes to one upstream object what is wanted. Without an answer, or with one of a server
+// that failed, the write may still be carried out.
+func (g *Gateway) store(ctx context.Context, method string, pool health.Pool, body any,
+	wants map[health.Key]health.Want) error {
+	status, err := g.call(ctx, method, g.url(pool), body, new(any))
+	if status/100 == 2 || status/100 == 4 || errors.Is(err, errConflict) || errors.Is(err, syscall.ECONNREFUSED) {
+		return err
+	}
+	until := time.Now().Add(lateFor)
+	g.late[health.Key{Pool: pool}] = until
+	for k, want := range wants {
+		if k.Pool == pool && want == health.WantRouted {
+			g.late[k] = until
+		}
+	}
+	return err
+}
+
 // upstream reads one upstream object. It creates the object if there is none, because routes can
 // refer only to an existing one.
 func (g *Gateway) upstream(ctx context.Context, pool health.Pool) (*upstream, error) {
@@ -131,12 +152,12 @@ func (g *Gateway) upstream(ctx context.Context, pool health.Pool) (*upstream, er
 		}
 		ModifiedIndex int64
 	}
-	url := g.admin + "upstreams/" + string(pool)
+	url := g.url(pool)
 	status, err := g.call(ctx, http.MethodGet, url, nil, &answer)
 	if status == http.StatusNotFound {
 		made := map[string]any{"type": "roundrobin", "nodes": map[string]int{nowhere: 1},
 			"labels": map[string]string{mark: "agent"}}
-		if _, err = g.call(ctx, http.MethodPut, url, made, new(any)); err == nil {
+		if err = g.store(ctx, http.MethodPut, pool, made, nil); err == nil {
 			_, err = g.call(ctx, http.MethodGet, url, nil, &answer)
 		}
 	}
@@ -205,7 +226,7 @@ func (g *Gateway) write(ctx context.Context, pool health.Pool, wants map[health.
 		if len(delta) == 0 {
 			return vetoed, nil
 		}
-		_, err = g.call(ctx, http.MethodPatch, g.admin+"upstreams/"+string(pool), delta, new(any))
+		err = g.store(ctx, http.MethodPatch, pool, delta, wants)
 		switch {
 		case errors.Is(err, errConflict) && signal.Sleep(ctx, pause):
 		case err != nil || changed:

@@ -38,6 +38,8 @@ type fake struct {
 	frozen    chan struct{} // nil while it answers
 	// conflicts is how many of the next patches find that another writer was faster.
 	conflicts int
+	// hold is called before the next patch is carried out.
+	hold func()
 	// meanwhile is what another writer stores just before the next patch.
 	meanwhile map[string]any
 	// cut: nothing of etcd reaches the workers.
@@ -418,6 +420,12 @@ func (f *fake) admin(w http.ResponseWriter, r *http.Request, key string) {
 		}
 		answer(w, http.StatusOK, map[string]any{"total": len(list), "list": list})
 		return
+	}
+	if hold := f.hold; hold != nil && r.Method == http.MethodPatch {
+		f.hold = nil
+		f.mu.Unlock()
+		hold()
+		f.mu.Lock()
 	}
 	o := f.objects[key]
 	switch r.Method {

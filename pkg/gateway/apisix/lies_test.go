@@ -352,6 +352,62 @@ func TestTheOtherAgentDoesNotPutBack(t *testing.T) {
 	}
 }
 
+// A write that was not answered in time is carried out after the removal that followed it.
+func TestAWriteWithoutAnAnswerMayComeLate(t *testing.T) {
+	l, late := newLab(t), key("late", 3)
+	release := make(chan struct{})
+	ctx, cancel := context.WithCancel(t.Context())
+	l.f.hold = func() { cancel(); <-release }
+	if err := l.g.Apply(ctx, ops(health.WantRouted, late)); err == nil {
+		t.Fatal("the write was answered")
+	}
+	err := l.g.Apply(t.Context(), ops(health.WantRemoved, late))
+	if err == nil || !strings.Contains(err.Error(), "a write without an answer may still be carried out") {
+		t.Errorf("the removal is done: %v", err)
+	}
+	l.apply(health.WantRemoved, l.gone) // another target does not wait
+	if got, other := l.claim(late), l.claim(l.gone); got != "routed" || other != "idle" {
+		t.Errorf("before the write is carried out its target is %s and another one %s", got, other)
+	}
+	close(release)
+	for stored := false; !stored; time.Sleep(time.Millisecond) { // the fake writes when its handler runs
+		u, err := l.g.upstream(t.Context(), "web")
+		if err != nil {
+			t.Fatal(err)
+		}
+		stored = u.routes(late.Target)
+	}
+	generation := func() string {
+		o, err := l.g.Observe(t.Context(), []health.Key{late})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return o.Generation
+	}
+	before := generation()
+	for k := range l.g.late { // a minute passes
+		l.g.late[k] = time.Now()
+	}
+	if generation() == before {
+		t.Error("the agent is not made to compare everything after the write")
+	}
+	l.apply(health.WantRemoved, late)
+	if got := l.claim(late); got != "idle" || len(l.g.late) > 0 {
+		t.Errorf("later it is %s, and %v are late", got, l.g.late)
+	}
+}
+
+// A write that was refused is not carried out.
+func TestAWriteThatWasRefusedDoesNotComeLate(t *testing.T) {
+	l := newLab(t)
+	l.f.conflicts = 5
+	l.apply(health.WantRouted, key("new", 3))
+	l.f.server.Close()
+	if err := l.g.store(t.Context(), "PATCH", "web", map[string]any{}, nil); err == nil || len(l.g.late) > 0 {
+		t.Errorf("%v, and %v are late", err, l.g.late)
+	}
+}
+
 func TestTheLastTargetLeavesANodeThatRefuses(t *testing.T) {
 	l := newLab(t)
 	l.apply(health.WantRemoved, l.gone, l.left)
