@@ -59,6 +59,9 @@ type pod struct {
 	// mode is its label, empty if it has none. keeps: it stays as it is.
 	mode  string
 	keeps bool
+	// shown is the last object that was made of it, by the view shownOf. Nothing changes it.
+	shown   *corev1.Pod
+	shownOf podView
 }
 
 func (p *pod) drainPod() drain.Pod {
@@ -80,6 +83,8 @@ type slice struct {
 	// at is when the API server had it.
 	at        time.Duration
 	endpoints []endpoint
+	// shown is its object, made once. Nothing changes it.
+	shown *discovery.EndpointSlice
 }
 
 // resourceVersion is what the API server calls it by.
@@ -87,6 +92,9 @@ func (s slice) resourceVersion() string { return strconv.FormatInt(int64(s.at)+1
 
 // object is s as the API server shows it.
 func (s slice) object(i int) *discovery.EndpointSlice {
+	if s.shown != nil {
+		return s.shown
+	}
 	of := service(i)
 	object := &discovery.EndpointSlice{
 		ObjectMeta: metav1.ObjectMeta{Namespace: of.Namespace, Name: of.Name, ResourceVersion: s.resourceVersion(),
@@ -288,6 +296,7 @@ func (a *api) reslice(service int) {
 			s.endpoints = append(s.endpoints, endpoint{p.uid, p.addr, p.ready && !p.terminating, p.terminating, p.host})
 		}
 	}
+	s.shown = s.object(service)
 	a.slices[service] = s
 	a.history[service] = append(a.history[service], s)
 	for _, x := range a.watchers {

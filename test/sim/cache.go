@@ -45,6 +45,9 @@ func (p *pod) ahead(at time.Duration) time.Duration {
 
 // object is a pod as a replica knows it.
 func (p *pod) object(v podView) *corev1.Pod {
+	if p.shown != nil && p.shownOf == v {
+		return p.shown
+	}
 	of := p.drainPod()
 	ready := corev1.PodCondition{Type: corev1.PodReady, Status: corev1.ConditionFalse,
 		LastTransitionTime: stamp(v.lostAt, p.ahead(v.lostAt))}
@@ -87,6 +90,7 @@ func (p *pod) object(v podView) *corev1.Pod {
 		at := stamp(v.committed+kubeletMost, 0)
 		object.DeletionTimestamp, object.DeletionGracePeriodSeconds = &at, &grace
 	}
+	p.shown, p.shownOf = object, v
 	return object
 }
 
