@@ -600,6 +600,69 @@ func TestAnAnswerThatIsLost(t *testing.T) {
 	})
 }
 
+// What was not answered is carried out when the opposite has been done, and read.
+func TestACommandWithoutAnAnswerComesLate(t *testing.T) {
+	const lasts = 2 * time.Second
+	unanswered := func(r *rig, late health.Op) {
+		r.plane.with(func() {
+			r.plane.applyErr = func(op health.Op) error {
+				if op != late {
+					return nil
+				}
+				r.plane.applyErr = nil
+				return &Unanswered{Ops: []health.Op{op}, For: lasts, Err: errors.New("no answer")}
+			}
+		})
+	}
+	t.Run("an addition", func(t *testing.T) {
+		directed(t, func(r *rig) {
+			r.serving("a b")
+			unanswered(r, health.Op{Key: key("c"), Want: health.WantRouted})
+			r.list("a b c")
+			synctest.Wait()
+			r.exclude("c")
+			time.Sleep(lasts / 2)
+			r.exclusions("c:unknown")
+			r.plane.with(func() { r.plane.readErr = func() error { return errors.New("stopped") } })
+			time.Sleep(time.Minute)
+			r.plane.with(func() { r.plane.readErr = nil })
+			time.Sleep(lasts)
+			r.exclusions("c:unknown") // it has not answered for long enough
+			r.plane.with(func() { r.plane.routed[key("c")] = true })
+			time.Sleep(lasts)
+			r.routing("a b")
+			r.exclusions("c:idle")
+			if got := r.log.count("no answer (it may still be carried out)"); got == 0 {
+				t.Error("the log does not say why the pod is not acknowledged")
+			}
+		})
+	})
+	t.Run("a removal", func(t *testing.T) {
+		directed(t, func(r *rig) {
+			r.serving("a b")
+			unanswered(r, health.Op{Key: key("a"), Want: health.WantRemoved})
+			r.exclude("a")
+			synctest.Wait()
+			r.d.Set.Readmit("a", "r")
+			r.d.Wake()
+			time.Sleep(lasts / 2)
+			r.routing("a b")
+			r.exclude("b")
+			time.Sleep(lasts / 4)
+			r.routing("a b") // a is not sure to stay
+			r.plane.with(func() { r.plane.routed[key("a")] = false })
+			time.Sleep(maxRetry)
+			r.routing("a")
+			time.Sleep(time.Minute)
+			applies, _ := r.plane.counts()
+			time.Sleep(time.Minute)
+			if again, _ := r.plane.counts(); again != applies {
+				t.Errorf("%d batches in a minute", again-applies)
+			}
+		})
+	})
+}
+
 func TestAnUnreadableGatewayVoids(t *testing.T) {
 	directed(t, func(r *rig) {
 		r.serving("a b")

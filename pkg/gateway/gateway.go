@@ -29,7 +29,8 @@ type Directed interface {
 	// Apply carries out ops in the order given, each in every live process of the gateway, and
 	// makes them last over a reload where the data plane allows it. An op that fails does not stop
 	// the others; the error joins all that failed, each naming its op. An op that is already true
-	// costs no change and is no error.
+	// costs no change and is no error. The error of a command that was sent and not answered wraps
+	// an [Unanswered].
 	//
 	// WantAbsent on a target that still has requests takes it out, keeps it, and returns no error:
 	// the Observation says that it is still present, and the op comes again.

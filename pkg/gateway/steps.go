@@ -54,6 +54,8 @@ type Steps struct {
 	refusal             error
 	// behind are the ops that the last reading of each did not show as done, for Progress.
 	behind map[health.Op]bool
+	// late are commands without an answer.
+	late late
 }
 
 // Done is how a step has ended.
@@ -69,7 +71,7 @@ type Done struct {
 
 // NewSteps returns the steps of a gateway that set directs.
 func NewSteps(set *health.Set) *Steps {
-	return &Steps{set: set, pause: fastest, unread: retryFirst}
+	return &Steps{set: set, pause: fastest, unread: retryFirst, late: late{}}
 }
 
 // Woken notes that the pause has ended early, because the set may want something else.
@@ -85,6 +87,7 @@ func (s *Steps) Begin(now time.Time) []health.Op {
 // and those of the operations, also of unfinished ones.
 func (s *Steps) Applied(err error) []health.Key {
 	s.applied = err
+	s.late.add(err)
 	keys := s.set.Watched()
 	watched := make(map[health.Key]bool, len(keys))
 	for _, k := range keys {
@@ -111,6 +114,7 @@ func (s *Steps) Moved(seen health.Observation) bool { return seen.Generation != 
 func (s *Steps) Read(now time.Time, seen health.Observation, owned []health.Key, err error) Done {
 	if err != nil {
 		s.set.Void(now)
+		s.late.unread()
 		s.rush = 0
 		wait := s.unread
 		most := watchExclusions
@@ -120,6 +124,7 @@ func (s *Steps) Read(now time.Time, seen health.Observation, owned []health.Key,
 		s.unread = min(2*s.unread, most)
 		return s.done(wait, err, Progress{AsOf: s.asOf, Err: err})
 	}
+	s.late.doubt(now, seen)
 	moved := s.Moved(seen)
 	if moved {
 		s.set.Adopt(now, owned)
@@ -213,9 +218,9 @@ func (s *Steps) postpone(now time.Time, seen health.Observation, pending []healt
 			out[op] = true
 		}
 	}
-	s.refused.update(now, still, s.ops, func(health.Op) bool {
+	s.refused.update(now, still, s.ops, func(op health.Op) bool {
 		s.refusal = cmp.Or(s.applied, s.refusal)
-		return s.applied != nil
+		return s.applied != nil || s.late.undo(op)
 	})
 	s.unfinished.update(now, out, s.ops, func(op health.Op) bool {
 		_, read := seen.Seen[op.Key]

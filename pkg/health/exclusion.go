@@ -329,6 +329,8 @@ func (s *Set) stateOf(r *record, p *pod) State {
 		return Kept
 	case r.is(routed), s.shared(r, p):
 		return Routing
+	case r.is(asked):
+		return Unknown
 	case r.idleSince != never && r.seenAt-r.idleSince >= int64(IdleGap):
 		return Idle
 	default:

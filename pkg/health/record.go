@@ -37,8 +37,8 @@ type flag uint16
 const (
 	// claimed by EndpointSlices.
 	claimed flag = 1 << iota
-	// asked: the gateway may have been asked to route to the key since the last reading, so that
-	// its absence in that reading is not evidence any more.
+	// asked: the gateway may have been asked to route to the key since the last reading, or may do
+	// so late, so that its absence in that reading is not evidence.
 	asked
 	// present, routed and missing are from the last reading, see Seen.
 	present

@@ -291,7 +291,7 @@ func (s *Set) Observe(now time.Time, o Observation) {
 		r.set(present, seen.Present)
 		r.set(routed, seen.Routed)
 		r.set(missing, seen.Missing)
-		r.set(asked, false)
+		r.set(asked, seen.Late)
 		r.active, r.seenAt, r.seenIn = int32(min(seen.Active, math.MaxInt32)), at, s.generation
 		if !s.dropIfDone(r) {
 			s.refresh(r)

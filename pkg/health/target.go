@@ -78,6 +78,8 @@ type Seen struct {
 	// retrying to it and in flight to it, over all processes, old ones that finish their work
 	// included.
 	Active int
+	// Late: the gateway may still carry out an earlier operation that routes to it.
+	Late bool
 }
 
 // Observation is one reading of a gateway.

@@ -510,7 +510,7 @@ func (a *agent) again(wait time.Duration) {
 }
 
 // step is Director.step. Each call of the gateway may be refused, be carried out although it is not
-// answered, be answered although it is not carried out, or take long.
+// answered, then or later, be answered although it is not carried out, or take long.
 func (a *agent) step() {
 	a.stepping, a.poked = true, false
 	ops := a.steps.Begin(a.now())
@@ -541,6 +541,11 @@ func (a *agent) apply(ops []health.Op) {
 		var errs []error
 		for i, op := range ops {
 			switch {
+			case w.overtakes() && !a.gw.kernel && w.faulty() && (deaf || w.chance(300)):
+				a.log("the gateway does not answer %s", op)
+				errs = append(errs, &gateway.Unanswered{Ops: []health.Op{op}, For: overtaken, Err: errDeaf})
+				a.overtake(op)
+				continue
 			case deaf:
 				errs = append(errs, errDeaf)
 				continue
@@ -562,6 +567,23 @@ func (a *agent) apply(ops []health.Op) {
 			}
 		}
 		a.read(a.steps.Applied(errors.Join(errs...)))
+	})
+}
+
+// overtaken is how long after it answers again a gateway may carry out what it did not answer.
+const overtaken = 2 * time.Second
+
+// overtake has the gateway carry out op later, or not at all.
+func (a *agent) overtake(op health.Op) {
+	w := a.w
+	if w.chance(100) {
+		return
+	}
+	w.after(&a.proc, max(0, a.deaf-w.at)+w.between(0, overtaken), func() {
+		if a.gw.up {
+			a.log("the gateway carries out %s late", op)
+			a.gw.apply(op)
+		}
 	})
 }
 

@@ -151,6 +151,9 @@ func (w *world) namespaces() bool { return w.seed%7 == 5 } // no older seed of c
 // kernels says whether the kernel directs the gateways.
 func (w *world) kernels() bool { return w.seed%13 == 2 } // none of corpus.txt
 
+// overtakes says whether gateways carry out late what they did not answer.
+func (w *world) overtakes() bool { return w.seed%17 == 7 } // none of corpus.txt
+
 // observes says whether there are pods in mode observe, and whether modes change.
 func (w *world) observes() bool { return w.seed%11 == 4 }
 

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/signal"
+	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
@@ -118,22 +119,14 @@ func (g *Gateway) call(ctx context.Context, method, url string, body, into any) 
 
 func (g *Gateway) url(pool health.Pool) string { return g.admin + "upstreams/" + string(pool) }
 
-// store writes to one upstream object what is wanted. Without an answer, or with one of a server
-// that failed, the write may still be carried out.
-func (g *Gateway) store(ctx context.Context, method string, pool health.Pool, body any,
-	wants map[health.Key]health.Want) error {
+// store writes to one upstream object. Without an answer, or with one of a server that failed, the
+// write may still be carried out.
+func (g *Gateway) store(ctx context.Context, method string, pool health.Pool, body any, ops []health.Op) error {
 	status, err := g.call(ctx, method, g.url(pool), body, new(any))
 	if status/100 == 2 || status/100 == 4 || errors.Is(err, errConflict) || errors.Is(err, syscall.ECONNREFUSED) {
 		return err
 	}
-	until := time.Now().Add(lateFor)
-	g.late[health.Key{Pool: pool}] = until
-	for k, want := range wants {
-		if k.Pool == pool && want == health.WantRouted {
-			g.late[k] = until
-		}
-	}
-	return err
+	return &gateway.Unanswered{Ops: ops, For: lateFor, Err: err}
 }
 
 // upstream reads one upstream object. It creates the object if there is none, because routes can
@@ -155,9 +148,17 @@ func (g *Gateway) upstream(ctx context.Context, pool health.Pool) (*upstream, er
 	url := g.url(pool)
 	status, err := g.call(ctx, http.MethodGet, url, nil, &answer)
 	if status == http.StatusNotFound {
+		if until := g.creating[pool]; time.Now().Before(until) {
+			return nil, fmt.Errorf("upstream %s: its creation may still be carried out, until %s: not tried again",
+				pool, until.UTC().Format(time.TimeOnly))
+		}
 		made := map[string]any{"type": "roundrobin", "nodes": map[string]int{nowhere: 1},
 			"labels": map[string]string{mark: "agent"}}
-		if err = g.store(ctx, http.MethodPut, pool, made, nil); err == nil {
+		err = g.store(ctx, http.MethodPut, pool, made, nil)
+		if late := (*gateway.Unanswered)(nil); errors.As(err, &late) {
+			g.creating[pool] = time.Now().Add(lateFor)
+		}
+		if err == nil {
 			_, err = g.call(ctx, http.MethodGet, url, nil, &answer)
 		}
 	}
@@ -182,13 +183,42 @@ func (g *Gateway) upstream(ctx context.Context, pool health.Pool) (*upstream, er
 		u.refused = fmt.Errorf("upstream %s %s: not covered", pool, why)
 	}
 	for key, text := range value.Labels {
-		address, uid, _ := strings.Cut(key, "@")
-		t := health.Target{UID: health.UID(uid)}
-		if t.Addr.UnmarshalText([]byte(address)) == nil {
+		if t, ok := targetOf(key); ok {
 			u.labels[t] = label(text)
 		}
 	}
 	return u, nil
+}
+
+// targetOf parses the key of a label.
+func targetOf(key string) (t health.Target, ok bool) {
+	address, uid, _ := strings.Cut(key, "@")
+	t.UID = health.UID(uid)
+	return t, t.Addr.UnmarshalText([]byte(address)) == nil
+}
+
+// ops are what delta changes, also of targets that are not among those wanted.
+func (u *upstream) ops(pool health.Pool, delta map[string]map[string]any) (ops []health.Op) {
+	targets := map[health.Target]bool{}
+	for t := range u.labels {
+		targets[t] = true
+	}
+	for key := range delta["labels"] {
+		if t, ok := targetOf(key); ok {
+			targets[t] = true
+		}
+	}
+	for t := range targets {
+		weight, changes := delta["nodes"][t.Addr.String()]
+		op := health.Op{Key: health.Key{Pool: pool, Target: t}, Want: health.WantRemoved}
+		if weight != nil || delta["labels"][t.String()] == label("routed") {
+			op.Want = health.WantRouted
+		}
+		if changes || op.Want == health.WantRouted {
+			ops = append(ops, op)
+		}
+	}
+	return ops
 }
 
 // nodesOf returns the weights of a node set in either form.
@@ -226,7 +256,7 @@ func (g *Gateway) write(ctx context.Context, pool health.Pool, wants map[health.
 		if len(delta) == 0 {
 			return vetoed, nil
 		}
-		err = g.store(ctx, http.MethodPatch, pool, delta, wants)
+		err = g.store(ctx, http.MethodPatch, pool, delta, u.ops(pool, delta))
 		switch {
 		case errors.Is(err, errConflict) && signal.Sleep(ctx, pause):
 		case err != nil || changed:

@@ -38,7 +38,7 @@ type fake struct {
 	frozen    chan struct{} // nil while it answers
 	// conflicts is how many of the next patches find that another writer was faster.
 	conflicts int
-	// hold is called before the next patch is carried out.
+	// hold is called before the next write is carried out.
 	hold func()
 	// meanwhile is what another writer stores just before the next patch.
 	meanwhile map[string]any
@@ -421,7 +421,7 @@ func (f *fake) admin(w http.ResponseWriter, r *http.Request, key string) {
 		answer(w, http.StatusOK, map[string]any{"total": len(list), "list": list})
 		return
 	}
-	if hold := f.hold; hold != nil && r.Method == http.MethodPatch {
+	if hold := f.hold; hold != nil && r.Method != http.MethodGet {
 		f.hold = nil
 		f.mu.Unlock()
 		hold()

@@ -24,10 +24,6 @@
 // no observation. A process that is shutting down neither reports nor applies changes: until it
 // ends, it routes by its last report.
 //
-// A write without an answer may be carried out later, after what the agent wrote next. Until that
-// is over, a target that it was to route to counts as routed. Then the reading has a new
-// generation, so that the agent compares everything once more.
-//
 // A request uses the nodes that its process had when the request began. That includes its retries,
 // and a connection that is opened only after a slow upload. The plug-in counts requests by that
 // version. For a target that is out, Active is the number of requests of earlier versions,
@@ -45,7 +41,8 @@
 //   - A name among the nodes of a route that resolves to a pod.
 //   - Requests that plug-ins send by themselves (ai-proxy, forward-auth); Kafka and Dubbo.
 //   - UNTIL compares the clocks of two nodes.
-//   - A write without an answer of another agent, or of this one before it was restarted.
+//   - A write without an answer of another agent, or of this one before it was restarted, and one
+//     that is carried out more than a minute after APISIX answers others.
 package apisix
 
 import (
@@ -83,10 +80,8 @@ type Gateway struct {
 	read        func(context.Context) (*report, error)
 	// out has the targets of the last reading that are out.
 	out map[health.Key]out
-	// late has until when writes without an answer may be carried out: for each pool, a key without
-	// a target, and what they were to route to. lapsed counts those that no longer may.
-	late   map[health.Key]time.Time
-	lapsed int
+	// creating has until when an upstream object may come into being by a write without an answer.
+	creating map[health.Pool]time.Time
 	// last is the last complete report. sees reports whether the agent sees the same processes in
 	// proc.
 	last *report
@@ -108,8 +103,8 @@ func open(cfg Config, name string) *Gateway {
 	g := &Gateway{
 		cfg: cfg, name: name, admin: strings.TrimSuffix(cfg.Admin, "/") + "/apisix/admin/", proc: "/proc",
 		services: map[health.Pool]string{}, out: map[health.Key]out{},
-		late:   map[health.Key]time.Time{},
-		client: &http.Client{Transport: &http.Transport{DisableKeepAlives: true}},
+		creating: map[health.Pool]time.Time{},
+		client:   &http.Client{Transport: &http.Transport{DisableKeepAlives: true}},
 	}
 	g.read = g.control
 	if cfg.Probe != "" {
@@ -145,10 +140,6 @@ func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 				late[k] = errors.New("not every process routes to it")
 			case want != health.WantRouted && is.Routed:
 				late[k] = errors.New("a process may still route to it")
-				if until, may := g.late[k]; may {
-					late[k] = fmt.Errorf("a write without an answer may still be carried out, until %s",
-						until.UTC().Format(time.TimeOnly))
-				}
 			case want == health.WantAbsent && is.Present && is.Active == 0:
 				idle[k] = forget
 			}
@@ -222,16 +213,7 @@ func (g *Gateway) observe(ctx context.Context, keys []health.Key) (health.Observ
 	if err != nil {
 		return nothing, err
 	}
-	maps.DeleteFunc(g.late, func(_ health.Key, until time.Time) bool {
-		over := !o.At.Before(until)
-		if over {
-			g.lapsed++
-		}
-		return over
-	})
-	if o.Generation = r.generation(); g.lapsed > 0 {
-		o.Generation += fmt.Sprintf(" late %d", g.lapsed)
-	}
+	o.Generation = r.generation()
 	for _, k := range keys {
 		is, err := g.see(k, pools[k.Pool], r)
 		if err != nil {
@@ -269,9 +251,6 @@ func (g *Gateway) see(k health.Key, u *upstream, r *report) (health.Seen, error)
 		if version == 0 && !p.old() {
 			return is, fmt.Errorf("process %s has not loaded upstream %s", pid, k.Pool)
 		}
-	}
-	if _, may := g.late[k]; may {
-		is.Routed = true
 	}
 	until, _ := l.parse()
 	if is.Active = r.active(k.Pool, since.version); r.Picks == nil && known &&

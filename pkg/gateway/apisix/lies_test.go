@@ -2,6 +2,7 @@ package apisix
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -9,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
@@ -352,60 +354,87 @@ func TestTheOtherAgentDoesNotPutBack(t *testing.T) {
 	}
 }
 
-// A write that was not answered in time is carried out after the removal that followed it.
+// A write that was not answered in time may be carried out after those that follow it. The error
+// names all that it changes.
 func TestAWriteWithoutAnAnswerMayComeLate(t *testing.T) {
-	l, late := newLab(t), key("late", 3)
-	release := make(chan struct{})
-	ctx, cancel := context.WithCancel(t.Context())
-	l.f.hold = func() { cancel(); <-release }
-	if err := l.g.Apply(ctx, ops(health.WantRouted, late)); err == nil {
-		t.Fatal("the write was answered")
-	}
-	err := l.g.Apply(t.Context(), ops(health.WantRemoved, late))
-	if err == nil || !strings.Contains(err.Error(), "a write without an answer may still be carried out") {
-		t.Errorf("the removal is done: %v", err)
-	}
-	l.apply(health.WantRemoved, l.gone) // another target does not wait
-	if got, other := l.claim(late), l.claim(l.gone); got != "routed" || other != "idle" {
-		t.Errorf("before the write is carried out its target is %s and another one %s", got, other)
-	}
-	close(release)
-	for stored := false; !stored; time.Sleep(time.Millisecond) { // the fake writes when its handler runs
-		u, err := l.g.upstream(t.Context(), "web")
-		if err != nil {
-			t.Fatal(err)
-		}
-		stored = u.routes(late.Target)
-	}
-	generation := func() string {
-		o, err := l.g.Observe(t.Context(), []health.Key{late})
-		if err != nil {
-			t.Fatal(err)
-		}
-		return o.Generation
-	}
-	before := generation()
-	for k := range l.g.late { // a minute passes
-		l.g.late[k] = time.Now()
-	}
-	if generation() == before {
-		t.Error("the agent is not made to compare everything after the write")
-	}
-	l.apply(health.WantRemoved, late)
-	if got := l.claim(late); got != "idle" || len(l.g.late) > 0 {
-		t.Errorf("later it is %s, and %v are late", got, l.g.late)
+	added := key("new", 3)
+	for name, c := range map[string]struct {
+		before func(l *lab)
+		ops    []health.Op
+		late   string
+	}{
+		"an addition": {func(*lab) {}, ops(health.WantRouted, added, key("left", 2)), "[routed web/10.0.0.3:80@new]"},
+		"a removal":   {func(*lab) {}, ops(health.WantRemoved, key("gone", 1)), "[removed web/10.0.0.1:80@gone]"},
+		"an addition that repairs a node": {func(l *lab) {
+			l.f.set("upstreams/web", `{"nodes": {"10.0.0.2:80": 1}, "labels": {"lameduck": "agent",
+				"10.0.0.1:80@gone": "routed", "10.0.0.2:80@left": "routed"}}`)
+		}, ops(health.WantRouted, added), "[routed web/10.0.0.1:80@gone routed web/10.0.0.3:80@new]"},
+		"a removal that is undone, because another agent has removed the other target": {func(l *lab) {
+			l.f.meanwhile = map[string]any{"nodes": map[string]any{"10.0.0.2:80": nil, nowhere: 1},
+				"labels": map[string]any{"10.0.0.2:80@left": fmt.Sprintf("removed/%d/b",
+					time.Now().Add(time.Minute).UnixMilli())}}
+			second := l.f.hold
+			l.f.hold = func() {
+				l.f.mu.Lock()
+				defer l.f.mu.Unlock()
+				l.f.hold = second
+			}
+		}, ops(health.WantRemoved, key("gone", 1)), "[routed web/10.0.0.1:80@gone]"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			l := newLab(t)
+			ctx, cancel := context.WithCancel(t.Context())
+			release := make(chan struct{})
+			defer close(release)
+			l.f.hold = func() { cancel(); <-release }
+			c.before(l)
+			var late *gateway.Unanswered
+			if err := l.g.Apply(ctx, c.ops); !errors.As(err, &late) || late.For != lateFor {
+				t.Fatalf("the error does not say that a write was not answered: %v", err)
+			}
+			slices.SortFunc(late.Ops, func(a, b health.Op) int { return strings.Compare(a.String(), b.String()) })
+			if got := fmt.Sprint(late.Ops); got != c.late {
+				t.Errorf("late are %s, want %s", got, c.late)
+			}
+		})
 	}
 }
 
-// A write that was refused is not carried out.
 func TestAWriteThatWasRefusedDoesNotComeLate(t *testing.T) {
 	l := newLab(t)
+	var late *gateway.Unanswered
 	l.f.conflicts = 5
-	l.apply(health.WantRouted, key("new", 3))
-	l.f.server.Close()
-	if err := l.g.store(t.Context(), "PATCH", "web", map[string]any{}, nil); err == nil || len(l.g.late) > 0 {
-		t.Errorf("%v, and %v are late", err, l.g.late)
+	if err := l.g.store(t.Context(), "PATCH", "web", map[string]any{}, nil); err == nil || errors.As(err, &late) {
+		t.Errorf("a conflict: %v", err)
 	}
+	l.f.server.Close()
+	if err := l.g.store(t.Context(), "PATCH", "web", map[string]any{}, nil); err == nil || errors.As(err, &late) {
+		t.Errorf("a closed port: %v", err)
+	}
+}
+
+// An object that is created late would lose what was written since, so it is not created again
+// before that is over.
+func TestACreationWithoutAnAnswerMayComeLate(t *testing.T) {
+	l := newLab(t)
+	delete(l.f.objects, "upstreams/web")
+	ctx, cancel := context.WithCancel(t.Context())
+	release := make(chan struct{})
+	l.f.hold = func() { cancel(); <-release }
+	if err := l.g.Apply(ctx, ops(health.WantRouted, l.left)); err == nil {
+		t.Error("the creation was answered")
+	}
+	err := l.g.Apply(t.Context(), ops(health.WantRouted, l.left))
+	if err == nil || !strings.Contains(err.Error(), "its creation may still be carried out") {
+		t.Errorf("the creation is tried again: %v", err)
+	}
+	close(release)
+	for created := false; !created; time.Sleep(time.Millisecond) { // the fake writes when its handler runs
+		l.f.mu.Lock()
+		created = l.f.objects["upstreams/web"] != nil
+		l.f.mu.Unlock()
+	}
+	l.apply(health.WantRouted, l.left)
 }
 
 func TestTheLastTargetLeavesANodeThatRefuses(t *testing.T) {

@@ -11,6 +11,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
 const (
@@ -20,6 +22,10 @@ const (
 	maxCommand = 8192
 	// maxAnswer bounds one answer, in bytes. A longer one is an error.
 	maxAnswer = 64 << 20
+	// lateFor is how long a command without an answer may still be carried out once HAProxy answers
+	// others: a worker of HAProxy 2.6 carries out the master's commands in any of its threads, so
+	// that a later one may be first. HAProxy ends a worker with a thread that hangs for 2 s.
+	lateFor = 2 * time.Second
 	// noWorker begins the master's answer for a worker that has ended.
 	noWorker = "Can't find the target PID"
 )
@@ -106,6 +112,9 @@ func (c *cli) do(ctx context.Context, pid int, command string) (string, error) {
 // white space. Any other answer is an error, but warnings may precede want.
 func (c *cli) change(ctx context.Context, pid int, command, want string) error {
 	answer, err := c.do(ctx, pid, command)
+	if errors.Is(err, kindTimeout) || errors.Is(err, kindTruncated) || errors.Is(err, kindIO) {
+		return &gateway.Unanswered{For: lateFor, Err: err}
+	}
 	if err != nil {
 		return err
 	}

@@ -112,5 +112,6 @@
 // Each command uses a new connection with a deadline, and takes about 0.1 ms. The agent half-closes
 // the connection after the command; otherwise the master would wait for another one. The end of the
 // connection ends the answer. If part of an answer may have been lost, the command returns an
-// error. Every op can be repeated.
+// error. Every op can be repeated. A command without an answer may be carried out after those that
+// follow it (lateFor).
 package haproxy

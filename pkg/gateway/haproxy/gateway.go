@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/signal"
+	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
@@ -445,6 +446,10 @@ func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 				s.fail(p.PID, errors.Join(err, sealErr))
 			}
 		case lost(err):
+			s.fail(p.PID, err)
+			if late := (*gateway.Unanswered)(nil); errors.As(err, &late) {
+				late.Ops, err = []health.Op{s.op}, late.Err
+			}
 			// Every further command would wait for its timeout.
 			for _, s := range all[i:] {
 				s.fail(p.PID, err)

@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -134,6 +135,71 @@ func TestStreamsThatAreNotListedInTime(t *testing.T) {
 	}
 	if is := see(t, g, second.Key); is.Routed {
 		t.Errorf("the second is seen as %+v", is)
+	}
+}
+
+// The command that adds a pod is not answered, and HAProxy carries it out after the pod was taken
+// out and read as such.
+func TestACommandWithoutAnAnswerComesLate(t *testing.T) {
+	t.Parallel()
+	b := gatewaytest.StartBackend(t, "127.0.0.97")
+	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
+		Backend{Backend: "agent", Lines: []string{"balance roundrobin"}})
+	p.gateway()
+	p.start()
+	late := make(chan string, 1)
+	var armed atomic.Bool
+	p.cfg.MasterSocket = listenUnix(t, func(conn net.Conn) {
+		command, err := io.ReadAll(conn)
+		if err == nil && strings.Contains(string(command), " state ready") && armed.CompareAndSwap(true, false) {
+			late <- string(command)
+			<-t.Context().Done()
+		} else if err == nil {
+			io.WriteString(conn, rawAsk(t, p.socket, string(command)))
+		}
+	})
+	g := p.gateway()
+	g.cli.timeout = time.Second
+	set := health.New(health.Options{})
+	director := gateway.NewDirector(g, set, slog.New(slog.DiscardHandler), gateway.Hooks{})
+	ctx, cancel := context.WithCancel(t.Context())
+	var running sync.WaitGroup
+	running.Go(func() { director.Run(ctx) })
+	defer running.Wait()
+	defer cancel()
+	stays, goes := routed("agent", "s", b.Addr.String()), routed("agent", "g", "127.0.0.98:1")
+	list := func(op health.Op) {
+		set.Change(time.Now(), "agent", []health.Change{{Endpoint: health.Endpoint{Target: op.Target, Routable: true}}})
+		director.Wake()
+	}
+	set.Synced()
+	list(stays)
+	p.until("it is programmed", director.Programmed)
+	armed.Store(true)
+	list(goes)
+	command := <-late
+	set.Exclude(time.Now(), "g", "r", time.Now(), time.Now().Add(time.Hour))
+	state := func() (is health.State) {
+		is, _, _ = set.Of("g")
+		return min(is, set.Exclusions()[0].State)
+	}
+	out := time.Now()                                                                                         // since when HAProxy answers again, at the earliest
+	for end := out.Add(g.cli.timeout + lateFor/2); time.Now().Before(end); time.Sleep(5 * time.Millisecond) { // a call
+		if state() >= health.Removed {
+			t.Fatalf("it is %s before the command is carried out", state())
+		}
+	}
+	if answer := rawAsk(t, p.socket, command); strings.TrimSpace(answer) != "" {
+		t.Fatalf("%q: %s", command, answer)
+	}
+	p.until("it is idle", func() bool { return state() == health.Idle })
+	if took := time.Since(out); took < lateFor {
+		t.Errorf("it is idle after %s", took)
+	}
+	cancel()
+	running.Wait()
+	if o, err := g.Observe(t.Context(), []health.Key{goes.Key}); err != nil || o.Seen[goes.Key].Routed {
+		t.Errorf("%+v, %v", o.Seen, err)
 	}
 }
 
