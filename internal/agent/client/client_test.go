@@ -191,8 +191,9 @@ type exclusions struct {
 	mu  sync.Mutex
 	log []string
 	// of holds the holders and the state of each exclusion.
-	of     map[drain.UID]map[string]bool
-	states map[drain.UID]drain.State
+	of         map[drain.UID]map[string]bool
+	states     map[drain.UID]drain.State
+	generation string
 }
 
 func (s *exclusions) write(format string, args ...any) {
@@ -238,7 +239,7 @@ func (s *exclusions) Reports(time.Time) []drain.Report {
 	defer s.mu.Unlock()
 	var reports []drain.Report
 	for uid := range s.of {
-		reports = append(reports, drain.Report{UID: uid, State: s.states[uid]})
+		reports = append(reports, drain.Report{UID: uid, State: s.states[uid], Generation: s.generation})
 	}
 	return reports
 }
@@ -553,6 +554,33 @@ func TestAllDrainsAreReportedInOneLine(t *testing.T) {
 		s.present.say(`{"type":"heartbeat"}`)
 		time.Sleep(2 * time.Second)
 		want("e kept, f kept")
+	})
+}
+
+// A gateway may have many processes. Coordinators end the stream of an agent with a longer name.
+func TestAGenerationWithALongNameIsReported(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newScript(t)
+		c, exclusions, _ := run(t, s)
+		s.present.say(drainLine("a"))
+		names := map[string]bool{}
+		for _, last := range []string{"1", "2"} {
+			exclusions.mu.Lock()
+			exclusions.generation = strings.Repeat("21260@901 ", 26) + last
+			exclusions.mu.Unlock()
+			c.Wake()
+			synctest.Wait()
+			s.mu.Lock()
+			name := s.reports[len(s.reports)-1].UpTo.Generation
+			s.mu.Unlock()
+			if len(name) != wire.MaxName || !strings.HasPrefix(name, "21260@901 ") {
+				t.Errorf("it is reported as %q, of %d bytes", name, len(name))
+			}
+			names[name] = true
+		}
+		if len(names) != 2 {
+			t.Error("another generation has the same name")
+		}
 	})
 }
 

@@ -1,6 +1,7 @@
 package client
 
 import (
+	"crypto/sha256"
 	"fmt"
 	"maps"
 	"slices"
@@ -205,7 +206,7 @@ func (s *Session) Reports(now time.Time, everything bool) wire.Reports {
 		if !is {
 			continue
 		}
-		r.Number, r.Gate = asked.number, drain.AtBarrier
+		r.Number, r.Gate, r.Generation = asked.number, drain.AtBarrier, shortened(r.Generation)
 		said[r.UID] = r
 		if everything || s.said[drain.AtBarrier][r.UID] != r {
 			batch.Reports = append(batch.Reports, r)
@@ -226,7 +227,7 @@ func (s *Session) reportDrains(now time.Time, everything bool, batch *wire.Repor
 	is := make(map[drain.UID]drain.Report, n)
 	for _, r := range s.exclusions.Reports(now) {
 		if asked, ok := s.asked[drain.AtHold][r.UID]; ok && held[r.UID] {
-			r.Number = asked.number
+			r.Number, r.Generation = asked.number, shortened(r.Generation)
 			is[r.UID] = r
 		}
 	}
@@ -275,6 +276,16 @@ func (s *Session) reportDrains(now time.Time, everything bool, batch *wire.Repor
 	for _, r := range batch.Reports {
 		s.said[drain.AtHold][r.UID] = r
 	}
+}
+
+// shortened returns the name of a generation as coordinators take it. It may have a word for each
+// process of a gateway with many.
+func shortened(generation string) string {
+	if len(generation) <= wire.MaxName {
+		return generation
+	}
+	sum := fmt.Sprintf("... %x", sha256.Sum256([]byte(generation)))
+	return generation[:wire.MaxName-len(sum)] + sum
 }
 
 // says reports whether up covers r. A pod that is Kept always has a report of its own.

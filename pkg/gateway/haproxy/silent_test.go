@@ -183,8 +183,9 @@ func TestACommandWithoutAnAnswerComesLate(t *testing.T) {
 		is, _, _ = set.Of("g")
 		return min(is, set.Exclusions()[0].State)
 	}
-	out := time.Now()                                                                                         // since when HAProxy answers again, at the earliest
-	for end := out.Add(g.cli.timeout + lateFor/2); time.Now().Before(end); time.Sleep(5 * time.Millisecond) { // a call
+	out := time.Now()
+	within := g.cli.timeout + lateFor/2
+	for ; time.Since(out) < within; time.Sleep(5 * time.Millisecond) { // the director acts
 		if state() >= health.Removed {
 			t.Fatalf("it is %s before the command is carried out", state())
 		}
