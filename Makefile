@@ -4,6 +4,9 @@ SHELL := /bin/bash
 
 # Without GOFLAGS a machine without version control information builds too.
 export GOFLAGS := -buildvcs=false
+# The race detector requires cgo. All else is built without it, so that each package is compiled twice, not
+# three times.
+export CGO_ENABLED := 0
 export PATH := $(PATH):/usr/sbin:/usr/local/sbin
 BIN := $(CURDIR)/bin
 MODULES := . test/cluster test/e2e tools/release
@@ -75,9 +78,8 @@ demo: haproxy ## one rolling update under load, three times: unprotected, preSto
 
 .PHONY: test
 test: haproxy haproxy28 envoy envoy139 traefik keepalived lua chromium axe prometheus node-packages kubernetes ## every test, with -race, against the real control plane and the real HAProxy
-	@$(foreach m,$(MODULES),echo "== module $m"; (cd $m && go vet ./... && go test -race -count=1 -timeout 20m $($m_FIRST) ./...) || exit 1;)
-	@echo "== HAProxy 2.8"; HAPROXY=haproxy28 go test -race -count=1 -timeout 20m ./pkg/gateway/haproxy
-	@echo "== Envoy 1.39"; ENVOY=envoy139 go test -race -count=1 -timeout 20m ./pkg/gateway/envoy
+	@$(foreach m,$(MODULES),echo "== module $m"; (cd $m && go vet ./... && CGO_ENABLED=1 go test -race -count=1 -timeout 20m $($m_FIRST) ./...) || exit 1;)
+	@echo "== HAProxy 2.8 and Envoy 1.39"; CGO_ENABLED=1 HAPROXY=haproxy28 ENVOY=envoy139 go test -race -count=1 -timeout 20m ./pkg/gateway/haproxy ./pkg/gateway/envoy
 
 .PHONY: bench
 bench: haproxy ## every promise of speed, each against its floor in the same run; writes bench.json (SUITES=regexp)
@@ -86,7 +88,7 @@ bench: haproxy ## every promise of speed, each against its floor in the same run
 .PHONY: sim
 sim: ## the deterministic simulation: SEEDS of them FROM one, those that once failed, DRAWN new ones, and with each rule broken by a patch (SEEDS=1 FROM=1234 replays)
 	@mkdir -p $(BIN)
-	@CGO_ENABLED=0 go build -o $(BIN)/sim ./test/sim
+	@go build -o $(BIN)/sim ./test/sim
 	@if [ "$(SEEDS)" -gt 1 ]; then $(BIN)/sim -mutations test/sim/mutations -seeds 20000; fi
 	@$(BIN)/sim -seeds $(SEEDS) -from $(FROM) -drawn $(DRAWN)
 
@@ -124,8 +126,8 @@ VARIABLE := github.com/lameduck-io/lameduck/internal/version
 .PHONY: build
 build: ## the programs, into bin/
 	@mkdir -p $(BIN)
-	@CGO_ENABLED=0 go build -ldflags '-X $(VARIABLE).version=$(VERSION) -X $(VARIABLE).commit=$(COMMIT)' -o $(BIN)/ ./cmd/...
-	@cd test/e2e && CGO_ENABLED=0 go build -o $(BIN)/ ./demo ./app
+	@go build -ldflags '-X $(VARIABLE).version=$(VERSION) -X $(VARIABLE).commit=$(COMMIT)' -o $(BIN)/ ./cmd/...
+	@cd test/e2e && go build -o $(BIN)/ ./demo ./app
 
 RELEASE = cd tools/release && go run .
 
@@ -264,7 +266,7 @@ define from-source
 	  grep -qF '"Sum": "$(3)"' <<< "$$module" || { echo "$(2) is not $(3)" >&2; exit 1; }; \
 	  echo "building $(2) into $$d"; mkdir -p $$d; \
 	  cd "$$(sed -n 's/.*"Dir": "\(.*\)".*/\1/p' <<< "$$module")"; $(if $(5),cp -r $(5) $$d; chmod -R u+w $$d;) \
-	  CGO_ENABLED=0 GOWORK=off go build -mod=readonly -tags '$(6)' -ldflags '-s -w' -o $$d/$(4).new ./cmd/$(4); mv $$d/$(4).new $$d/$(4); \
+	  GOWORK=off go build -mod=readonly -tags '$(6)' -ldflags '-s -w' -o $$d/$(4).new ./cmd/$(4); mv $$d/$(4).new $$d/$(4); \
 	}; mkdir -p $(TOOLS)/bin && ln -sf $$d/$(4) $(TOOLS)/bin/$(1)
 endef
 
