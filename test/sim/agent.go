@@ -571,7 +571,7 @@ func (a *agent) apply(ops []health.Op) {
 }
 
 // overtaken is how long after it answers again a gateway may carry out what it did not answer.
-const overtaken = 2 * time.Second
+const overtaken = 10 * time.Second
 
 // overtake has the gateway carry out op later, or not at all.
 func (a *agent) overtake(op health.Op) {
