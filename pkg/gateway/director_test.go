@@ -626,7 +626,7 @@ func TestACommandWithoutAnAnswerComesLate(t *testing.T) {
 			r.plane.with(func() { r.plane.readErr = func() error { return errors.New("stopped") } })
 			time.Sleep(time.Minute)
 			r.plane.with(func() { r.plane.readErr = nil })
-			time.Sleep(lasts)
+			time.Sleep(lasts / 4)
 			r.exclusions("c:unknown") // it has not answered for long enough
 			r.plane.with(func() { r.plane.routed[key("c")] = true })
 			time.Sleep(lasts)
@@ -635,6 +635,29 @@ func TestACommandWithoutAnAnswerComesLate(t *testing.T) {
 			if got := r.log.count("no answer (it may still be carried out)"); got == 0 {
 				t.Error("the log does not say why the pod is not acknowledged")
 			}
+		})
+	})
+	t.Run("readings that fail at times do not make it last for ever", func(t *testing.T) {
+		directed(t, func(r *rig) {
+			r.serving("a b")
+			unanswered(r, health.Op{Key: key("c"), Want: health.WantRouted})
+			r.list("a b c")
+			synctest.Wait()
+			r.exclude("c")
+			for range 5 {
+				time.Sleep(lasts * 3 / 4)
+				failed := false
+				r.plane.with(func() {
+					r.plane.readErr = func() error {
+						if failed {
+							return nil
+						}
+						failed = true
+						return errors.New("once")
+					}
+				})
+			}
+			r.exclusions("c:idle")
 		})
 	})
 	t.Run("a removal", func(t *testing.T) {
@@ -651,7 +674,9 @@ func TestACommandWithoutAnAnswerComesLate(t *testing.T) {
 			time.Sleep(lasts / 4)
 			r.routing("a b") // a is not sure to stay
 			r.plane.with(func() { r.plane.routed[key("a")] = false })
-			time.Sleep(maxRetry)
+			time.Sleep(watchExclusions)
+			r.routing("a b")
+			time.Sleep(lasts)
 			r.routing("a")
 			time.Sleep(time.Minute)
 			applies, _ := r.plane.counts()

@@ -11,7 +11,7 @@ import (
 type Unanswered struct {
 	// Ops are those that the command carries out.
 	Ops []health.Op
-	// For is how long after the gateway answers again it may do so.
+	// For is how long it may do so while the gateway answers others.
 	For time.Duration
 	// Err is how the call ended.
 	Err error
@@ -27,9 +27,11 @@ func (u *Unanswered) Unwrap() error { return u.Err }
 type late map[health.Op]lateOp
 
 type lateOp struct {
-	lasts time.Duration
-	// until is zero while the gateway does not answer.
-	until time.Time
+	// left is for how long it may still be carried out, without the time of readings and of pauses
+	// before a failed one.
+	left time.Duration
+	// read is when the last reading ended. Zero: it failed.
+	read time.Time
 }
 
 // add adds those that err, a result of Apply, names.
@@ -37,7 +39,7 @@ func (l late) add(err error) {
 	switch err := err.(type) { //nolint:errorlint // it looks at each error of the tree
 	case *Unanswered:
 		for _, op := range err.Ops {
-			l[op] = lateOp{lasts: max(l[op].lasts, err.For)}
+			l[op] = lateOp{left: max(l[op].left, err.For)}
 		}
 	case interface{ Unwrap() []error }:
 		for _, e := range err.Unwrap() {
@@ -48,10 +50,10 @@ func (l late) add(err error) {
 	}
 }
 
-// unread begins the time of all of them again: the gateway does not answer.
+// unread stops the time of all of them until the next reading: the gateway does not answer.
 func (l late) unread() {
 	for op, is := range l {
-		l[op] = lateOp{lasts: is.lasts}
+		l[op] = lateOp{left: is.left}
 	}
 }
 
@@ -59,14 +61,14 @@ func (l late) unread() {
 // contrary of the others.
 func (l late) doubt(now time.Time, seen health.Observation) {
 	for op, is := range l {
-		if is.until.IsZero() {
-			is.until = now.Add(is.lasts)
-			l[op] = is
+		if !is.read.IsZero() {
+			is.left -= seen.At.Sub(is.read)
 		}
-		if seen.At.After(is.until) {
+		if is.left < 0 {
 			delete(l, op)
 			continue
 		}
+		l[op] = lateOp{is.left, now}
 		if s, read := seen.Seen[op.Key]; read {
 			if op.Want == health.WantRouted {
 				s.Late = true

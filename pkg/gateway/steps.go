@@ -218,10 +218,18 @@ func (s *Steps) postpone(now time.Time, seen health.Observation, pending []healt
 			out[op] = true
 		}
 	}
+	for op := range s.refused.ops {
+		if is, read := seen.Seen[op.Key]; read && !is.Routed && s.late.undo(op) && !slices.Contains(s.ops, op) {
+			delete(s.refused.ops, op) // taken out late
+		}
+	}
 	s.refused.update(now, still, s.ops, func(op health.Op) bool {
 		s.refusal = cmp.Or(s.applied, s.refusal)
 		return s.applied != nil || s.late.undo(op)
 	})
+	if len(s.refused.ops) == 0 {
+		s.refusal = nil
+	}
 	s.unfinished.update(now, out, s.ops, func(op health.Op) bool {
 		_, read := seen.Seen[op.Key]
 		return read && s.applied == nil

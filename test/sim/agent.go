@@ -570,7 +570,7 @@ func (a *agent) apply(ops []health.Op) {
 	})
 }
 
-// overtaken is how long after it answers again a gateway may carry out what it did not answer.
+// overtaken is how long a gateway may, while it answers others, carry out what it did not answer.
 const overtaken = 10 * time.Second
 
 // overtake has the gateway carry out op later, or not at all.

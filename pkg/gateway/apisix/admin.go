@@ -148,10 +148,6 @@ func (g *Gateway) upstream(ctx context.Context, pool health.Pool) (*upstream, er
 	url := g.url(pool)
 	status, err := g.call(ctx, http.MethodGet, url, nil, &answer)
 	if status == http.StatusNotFound {
-		if until := g.creating[pool]; time.Now().Before(until) {
-			return nil, fmt.Errorf("upstream %s: its creation may still be carried out, until %s: not tried again",
-				pool, until.UTC().Format(time.TimeOnly))
-		}
 		made := map[string]any{"type": "roundrobin", "nodes": map[string]int{nowhere: 1},
 			"labels": map[string]string{mark: "agent"}}
 		err = g.store(ctx, http.MethodPut, pool, made, nil)

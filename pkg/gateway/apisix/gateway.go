@@ -80,7 +80,8 @@ type Gateway struct {
 	read        func(context.Context) (*report, error)
 	// out has the targets of the last reading that are out.
 	out map[health.Key]out
-	// creating has until when an upstream object may come into being by a write without an answer.
+	// creating has until when a creation without an answer may replace an upstream object. Until
+	// then each of its versions is a generation.
 	creating map[health.Pool]time.Time
 	// last is the last complete report. sees reports whether the agent sees the same processes in
 	// proc.
@@ -214,6 +215,17 @@ func (g *Gateway) observe(ctx context.Context, keys []health.Key) (health.Observ
 		return nothing, err
 	}
 	o.Generation = r.generation()
+	for _, pool := range slices.Sorted(maps.Keys(g.creating)) {
+		if !o.At.Before(g.creating[pool]) {
+			delete(g.creating, pool)
+			continue
+		}
+		u, err := g.upstream(ctx, pool)
+		if err != nil {
+			return nothing, err
+		}
+		o.Generation += fmt.Sprintf(" %s@%d", pool, u.version)
+	}
 	for _, k := range keys {
 		is, err := g.see(k, pools[k.Pool], r)
 		if err != nil {

@@ -413,8 +413,7 @@ func TestAWriteThatWasRefusedDoesNotComeLate(t *testing.T) {
 	}
 }
 
-// An object that is created late would lose what was written since, so it is not created again
-// before that is over.
+// An object that is created late loses what was written since. That is noticed.
 func TestACreationWithoutAnAnswerMayComeLate(t *testing.T) {
 	l := newLab(t)
 	delete(l.f.objects, "upstreams/web")
@@ -424,17 +423,34 @@ func TestACreationWithoutAnAnswerMayComeLate(t *testing.T) {
 	if err := l.g.Apply(ctx, ops(health.WantRouted, l.left)); err == nil {
 		t.Error("the creation was answered")
 	}
-	err := l.g.Apply(t.Context(), ops(health.WantRouted, l.left))
-	if err == nil || !strings.Contains(err.Error(), "its creation may still be carried out") {
-		t.Errorf("the creation is tried again: %v", err)
+	l.apply(health.WantRouted, l.left)
+	generation := func() string {
+		o, err := l.g.Observe(t.Context(), []health.Key{l.left})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return o.Generation
+	}
+	before := generation()
+	if again := generation(); again != before {
+		t.Errorf("the generation is %s, and then %s", before, again)
 	}
 	close(release)
-	for created := false; !created; time.Sleep(time.Millisecond) { // the fake writes when its handler runs
-		l.f.mu.Lock()
-		created = l.f.objects["upstreams/web"] != nil
-		l.f.mu.Unlock()
+	for lost := false; !lost; time.Sleep(time.Millisecond) { // the fake writes when its handler runs
+		u, err := l.g.upstream(t.Context(), "web")
+		if err != nil {
+			t.Fatal(err)
+		}
+		lost = u.nodes[nowhere] == 1
 	}
-	l.apply(health.WantRouted, l.left)
+	after := generation()
+	if after == before {
+		t.Errorf("what was written since is lost, and the generation is still %s", after)
+	}
+	l.g.creating["web"] = time.Now()
+	if later := generation(); later == after || len(l.g.creating) > 0 {
+		t.Errorf("a minute later the generation is %s", later)
+	}
 }
 
 func TestTheLastTargetLeavesANodeThatRefuses(t *testing.T) {

@@ -24,8 +24,8 @@ const (
 	maxAnswer = 64 << 20
 	// lateFor is how long a command without an answer may still be carried out once HAProxy answers
 	// others: a worker of HAProxy 2.6 carries out the master's commands in any of its threads, so
-	// that a later one may be first. HAProxy ends a worker with a thread that hangs for 2 s.
-	lateFor = 2 * time.Second
+	// that a later one may be first. A thread may get no CPU time for longer, while others do.
+	lateFor = 5 * time.Second
 	// noWorker begins the master's answer for a worker that has ended.
 	noWorker = "Can't find the target PID"
 )

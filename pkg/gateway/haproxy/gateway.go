@@ -50,6 +50,9 @@ type Gateway struct {
 	unused map[health.Key]string
 	// mute has the old processes that the last reading knows nothing of, by pid, and the reason.
 	mute map[int]error
+	// dropped has what readings have deleted from the servers file. A command without an answer may
+	// bring it after them.
+	dropped map[health.Key]bool
 }
 
 // New checks the configuration, and reads the servers file, or writes one without servers if there
@@ -67,7 +70,7 @@ func New(c Config) (*Gateway, error) {
 		byPool:   map[health.Pool]*Backend{},
 		wanted:   wanted{},
 
-		sealedOnes: map[string]bool{},
+		sealedOnes: map[string]bool{}, dropped: map[health.Key]bool{},
 	}
 	have, err := readFile(g.file)
 	if err != nil {
@@ -271,6 +274,7 @@ func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 	last := map[health.Key]*step{}
 	for i, op := range ops {
 		delete(g.unused, op.Key)
+		delete(g.dropped, op.Key)
 		s := &step{op: op, errs: map[int]error{}}
 		steps[i] = s
 		var err error
@@ -398,7 +402,9 @@ func (g *Gateway) direct(ctx context.Context, steps []*step) error {
 func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 	// Discard the errors of an earlier attempt in this process.
 	for _, s := range steps {
-		delete(s.errs, p.PID)
+		if late := (*gateway.Unanswered)(nil); !errors.As(s.errs[p.PID], &late) {
+			delete(s.errs, p.PID)
+		}
 	}
 	again := false
 	states := map[*Backend]*index{}
@@ -602,7 +608,10 @@ func (g *Gateway) Observe(ctx context.Context, keys []health.Key) (o health.Obse
 		// the op comes again. If not, there is none, because no process routes to it.
 		if b, server, err := g.resolve(k); err == nil && !is.Routed && g.wanted[b.Backend][server] {
 			delete(g.wanted[b.Backend], server)
-			stale = true
+			g.dropped[k], stale = true, true
+		} else if err == nil && is.Routed && g.dropped[k] && !g.former(b) {
+			delete(g.dropped, k)
+			g.wanted[b.Backend][server], stale = true, true
 		}
 	}
 	if stale {

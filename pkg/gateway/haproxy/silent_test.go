@@ -138,70 +138,110 @@ func TestStreamsThatAreNotListedInTime(t *testing.T) {
 	}
 }
 
-// The command that adds a pod is not answered, and HAProxy carries it out after the pod was taken
-// out and read as such.
-func TestACommandWithoutAnAnswerComesLate(t *testing.T) {
-	t.Parallel()
+// late is a directed HAProxy with one target. The next command that makes a server ready is sent to
+// the channel instead, and is not answered. If cut is set its connection is closed.
+type late struct {
+	*proxy
+	g       *Gateway
+	set     *health.Set
+	armed   atomic.Bool
+	command chan string
+	list    func(health.Op)
+	end     func()
+}
+
+func newLate(t *testing.T, cut bool) *late {
 	b := gatewaytest.StartBackend(t, "127.0.0.97")
-	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Backend: "agent", Lines: []string{"balance roundrobin"}})
-	p.gateway()
-	p.start()
-	late := make(chan string, 1)
-	var armed atomic.Bool
-	p.cfg.MasterSocket = listenUnix(t, func(conn net.Conn) {
+	l := &late{command: make(chan string, 1), set: health.New(health.Options{}), proxy: newProxy(t,
+		userFile+"backend people\n    server s0 127.0.0.2:9\n",
+		Backend{Backend: "agent", Lines: []string{"balance roundrobin"}})}
+	l.gateway()
+	l.start()
+	l.cfg.MasterSocket = listenUnix(t, func(conn net.Conn) {
 		command, err := io.ReadAll(conn)
-		if err == nil && strings.Contains(string(command), " state ready") && armed.CompareAndSwap(true, false) {
-			late <- string(command)
-			<-t.Context().Done()
-		} else if err == nil {
-			io.WriteString(conn, rawAsk(t, p.socket, string(command)))
+		switch {
+		case err != nil:
+		case strings.Contains(string(command), " state ready") && l.armed.CompareAndSwap(true, false):
+			l.command <- string(command)
+			if !cut {
+				<-t.Context().Done()
+			}
+		default:
+			io.WriteString(conn, rawAsk(t, l.socket, string(command)))
 		}
 	})
-	g := p.gateway()
-	g.cli.timeout = time.Second
-	set := health.New(health.Options{})
-	director := gateway.NewDirector(g, set, slog.New(slog.DiscardHandler), gateway.Hooks{})
+	l.g = l.gateway()
+	l.g.cli.timeout = time.Second
+	director := gateway.NewDirector(l.g, l.set, slog.New(slog.DiscardHandler), gateway.Hooks{})
 	ctx, cancel := context.WithCancel(t.Context())
 	var running sync.WaitGroup
 	running.Go(func() { director.Run(ctx) })
-	defer running.Wait()
-	defer cancel()
-	stays, goes := routed("agent", "s", b.Addr.String()), routed("agent", "g", "127.0.0.98:1")
-	list := func(op health.Op) {
-		set.Change(time.Now(), "agent", []health.Change{{Endpoint: health.Endpoint{Target: op.Target, Routable: true}}})
+	l.end = func() { cancel(); running.Wait() }
+	t.Cleanup(l.end)
+	l.list = func(op health.Op) {
+		l.set.Change(time.Now(), "agent",
+			[]health.Change{{Endpoint: health.Endpoint{Target: op.Target, Routable: true}}})
 		director.Wake()
 	}
-	set.Synced()
-	list(stays)
-	p.until("it is programmed", director.Programmed)
-	armed.Store(true)
-	list(goes)
-	command := <-late
-	set.Exclude(time.Now(), "g", "r", time.Now(), time.Now().Add(time.Hour))
-	state := func() (is health.State) {
-		is, _, _ = set.Of("g")
-		return min(is, set.Exclusions()[0].State)
+	l.set.Synced()
+	l.list(routed("agent", "s", b.Addr.String()))
+	l.until("it is programmed", director.Programmed)
+	l.armed.Store(true)
+	return l
+}
+
+// HAProxy carries out a command after the pod that it adds was taken out and read as such.
+func TestACommandWithoutAnAnswerComesLate(t *testing.T) {
+	for name, cut := range map[string]bool{"no answer": false, "the connection is cut": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			l, goes := newLate(t, cut), routed("agent", "g", "127.0.0.98:1")
+			l.list(goes)
+			command := <-l.command
+			l.set.Exclude(time.Now(), "g", "r", time.Now(), time.Now().Add(time.Hour))
+			state := func() (is health.State) {
+				is, _, _ = l.set.Of("g")
+				return min(is, l.set.Exclusions()[0].State)
+			}
+			out := time.Now()
+			for ; time.Since(out) < l.g.cli.timeout+lateFor/2; time.Sleep(5 * time.Millisecond) { // the director acts
+				if state() >= health.Removed {
+					t.Fatalf("it is %s before the command is carried out", state())
+				}
+			}
+			if answer := rawAsk(t, l.socket, command); strings.TrimSpace(answer) != "" {
+				t.Fatalf("%q: %s", command, answer)
+			}
+			l.until("it is idle", func() bool { return state() == health.Idle })
+			if took := time.Since(out); took < lateFor {
+				t.Errorf("it is idle after %s", took)
+			}
+			l.end()
+			if o, err := l.g.Observe(t.Context(), []health.Key{goes.Key}); err != nil || o.Seen[goes.Key].Routed {
+				t.Errorf("%+v, %v", o.Seen, err)
+			}
+		})
 	}
-	out := time.Now()
-	within := g.cli.timeout + lateFor/2
-	for ; time.Since(out) < within; time.Sleep(5 * time.Millisecond) { // the director acts
-		if state() >= health.Removed {
-			t.Fatalf("it is %s before the command is carried out", state())
-		}
+}
+
+// The next process has what a late command has added.
+func TestTheFileListsWhatALateCommandBrings(t *testing.T) {
+	t.Parallel()
+	l, comes := newLate(t, false), routed("agent", "g", "127.0.0.98:1")
+	name, err := serverName(comes.Target)
+	if err != nil {
+		t.Fatal(err)
 	}
-	if answer := rawAsk(t, p.socket, command); strings.TrimSpace(answer) != "" {
-		t.Fatalf("%q: %s", command, answer)
+	l.list(comes)
+	command := <-l.command
+	lists := func() bool {
+		have, err := readFile(l.cfg.ServersFile)
+		return err == nil && have["agent"][name]
 	}
-	p.until("it is idle", func() bool { return state() == health.Idle })
-	if took := time.Since(out); took < lateFor {
-		t.Errorf("it is idle after %s", took)
-	}
-	cancel()
-	running.Wait()
-	if o, err := g.Observe(t.Context(), []health.Key{goes.Key}); err != nil || o.Seen[goes.Key].Routed {
-		t.Errorf("%+v, %v", o.Seen, err)
-	}
+	l.until("it is read as out", func() bool { return !lists() })
+	rawAsk(t, l.socket, command)
+	l.list(comes) // any change makes the director look before it tries again
+	l.until("the file lists it", lists)
 }
 
 // HAProxy starts with what the file lists. While it is down the file follows EndpointSlices, also
