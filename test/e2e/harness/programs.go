@@ -75,16 +75,13 @@ func Build(t testing.TB, tree, programs, into string) {
 }
 
 func build(ctx context.Context, tree, programs, into string, static bool) error {
-	flags := []string{"-race"}
+	flags, cgo := []string{"-race"}, "CGO_ENABLED=1"
 	if static {
-		flags = []string{"-trimpath", "-buildvcs=false"}
+		flags, cgo = []string{"-trimpath", "-buildvcs=false"}, "CGO_ENABLED=0"
 	}
 	args := slices.Concat([]string{"build", "-o", into + "/"}, flags, []string{programs})
 	cmd := exec.CommandContext(ctx, "go", args...)
-	cmd.Dir = tree
-	if static {
-		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
-	}
+	cmd.Dir, cmd.Env = tree, append(os.Environ(), cgo)
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return fmt.Errorf("build %s of %s: %w: %s", programs, tree, err, out)
 	}
