@@ -614,13 +614,16 @@ func TestACommandWithoutAnAnswerComesLate(t *testing.T) {
 			}
 		})
 	}
+	excludedWhileAdded := func(r *rig) {
+		r.serving("a b")
+		unanswered(r, health.Op{Key: key("c"), Want: health.WantRouted})
+		r.list("a b c")
+		synctest.Wait()
+		r.exclude("c")
+	}
 	t.Run("an addition", func(t *testing.T) {
 		directed(t, func(r *rig) {
-			r.serving("a b")
-			unanswered(r, health.Op{Key: key("c"), Want: health.WantRouted})
-			r.list("a b c")
-			synctest.Wait()
-			r.exclude("c")
+			excludedWhileAdded(r)
 			time.Sleep(lasts / 2)
 			r.exclusions("c:unknown")
 			r.plane.with(func() { r.plane.readErr = func() error { return errors.New("stopped") } })
@@ -639,11 +642,7 @@ func TestACommandWithoutAnAnswerComesLate(t *testing.T) {
 	})
 	t.Run("readings that fail at times do not make it last for ever", func(t *testing.T) {
 		directed(t, func(r *rig) {
-			r.serving("a b")
-			unanswered(r, health.Op{Key: key("c"), Want: health.WantRouted})
-			r.list("a b c")
-			synctest.Wait()
-			r.exclude("c")
+			excludedWhileAdded(r)
 			for range 5 {
 				time.Sleep(lasts * 3 / 4)
 				failed := false

@@ -12,6 +12,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 // lab is a fake with two routed targets, of which the first is to be removed.
@@ -436,13 +437,10 @@ func TestACreationWithoutAnAnswerMayComeLate(t *testing.T) {
 		t.Errorf("the generation is %s, and then %s", before, again)
 	}
 	close(release)
-	for lost := false; !lost; time.Sleep(time.Millisecond) { // the fake writes when its handler runs
+	planes.Until(t, "what was written is lost", func() bool {
 		u, err := l.g.upstream(t.Context(), "web")
-		if err != nil {
-			t.Fatal(err)
-		}
-		lost = u.nodes[nowhere] == 1
-	}
+		return err == nil && u.nodes[nowhere] == 1
+	})
 	after := generation()
 	if after == before {
 		t.Errorf("what was written since is lost, and the generation is still %s", after)

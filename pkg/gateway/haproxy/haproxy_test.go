@@ -122,14 +122,14 @@ func (p *proxy) signal(sig syscall.Signal) {
 
 func (p *proxy) until(what string, ok func() bool) {
 	p.t.Helper()
-	for end := time.Now().Add(10 * time.Second); !ok(); {
+	for end := time.Now().Add(30 * time.Second); !ok(); { // the machine may be busy
 		select {
 		case <-p.exited:
 			p.t.Fatalf("haproxy ended while waiting until %s:\n%s", what, p.out)
 		case <-time.After(5 * time.Millisecond):
 		}
 		if time.Now().After(end) {
-			p.t.Fatalf("not within 10 s: %s\n%s", what, p.out)
+			p.t.Fatalf("not within 30 s: %s\n%s", what, p.out)
 		}
 	}
 }
