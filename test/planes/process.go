@@ -84,23 +84,46 @@ func Replace(t testing.TB, path, content string) {
 	}
 }
 
-var portsGiven atomic.Uint32
+const (
+	firstPort  = 15000 // below those that kernels choose
+	portBlocks = 32
+	blockPorts = 500
+)
 
-// FreeAddress returns an address of the loopback on which nothing listens. Its port is below those
-// that kernels choose, so that neither a connection nor a listener of a test that runs at the same
-// time is given it before it is used.
+// block is the first port of this process's block. While the process listens on it, no other one
+// takes a port of the block: Envoy and HAProxy listen with SO_REUSEPORT, and would share a port
+// without an error.
+var block = sync.OnceValues(func() (port int, err error) {
+	for i := range portBlocks {
+		port = firstPort + i*blockPorts
+		if blockHeld, err = net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port)); err == nil {
+			return port, nil
+		}
+	}
+	return 0, err
+})
+
+var (
+	blockHeld  net.Listener // is closed when it is garbage
+	portsGiven atomic.Uint32
+)
+
+// FreeAddress returns an address of the loopback on which nothing listens. Neither a connection nor
+// a listener of a test that runs at the same time is given its port before it is used.
 func FreeAddress(t testing.TB) string {
 	t.Helper()
-	const first, ports = 15000, 16000
-	for range ports {
-		// Programs that run at the same time begin at different ports.
-		port := first + (uint32(os.Getpid())*32+portsGiven.Add(1))%ports
+	first, err := block()
+	if err != nil {
+		t.Fatalf("no free block of ports: %v", err)
+	}
+	for range blockPorts {
+		port := first + 1 + int(portsGiven.Add(1)%(blockPorts-1))
 		if l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port)); err == nil {
 			l.Close()
 			return l.Addr().String()
 		}
 	}
-	t.Fatalf("no free port from %d to %d", first, first+ports-1)
+	t.Fatalf("no free port from %d to %d", first+1, first+blockPorts-1)
 	return ""
 }
 
