@@ -289,9 +289,21 @@ func (a *agent) learn() {
 	if !a.learned {
 		a.learned = true
 		a.log("has learned which drains are open")
-		a.w.after(&a.proc, 10*time.Second, func() { a.unlearned = false }) // it has programmed since
+		a.programmed(10 * time.Second)
 	}
 	a.program()
+}
+
+// programmed ends, after some time, that a has not learned. Its gateway must have answered for
+// 10 s.
+func (a *agent) programmed(after time.Duration) {
+	a.w.after(&a.proc, after, func() {
+		if left := a.deaf + 10*time.Second - a.w.at; a.deaf > 0 && left > 0 {
+			a.programmed(left)
+			return
+		}
+		a.unlearned = false
+	})
 }
 
 func (l *link) renewal(k *conn) {
