@@ -6,9 +6,9 @@
 // [Upgrade], and keeps it open. After the answer 101 there is no HTTP around it: both sides write
 // JSON objects, one a line, in the manner of a Kubernetes watch. The coordinator writes first
 // [Hello], then every open drain that the agent may have to acknowledge, then a Message of type
-// Synced, then changes as they come, and a heartbeat whenever nothing else was sent for 2 s. The
-// agent writes [Reports] on each change and at every renewal, one line for any number of drains. A
-// line that is refused ends the stream, with a Message of type Refused.
+// Synced, then changes as they come, and a heartbeat every 2 s. The agent writes [Reports] on each
+// change and at every renewal, one line for any number of drains. A line that is refused ends the
+// stream, with a Message of type Refused.
 //
 // All other messages of the agent are posts that name the session from Hello: [Declaration] once on
 // each session and on each change. A post that names another session than the agent's present one
@@ -61,12 +61,8 @@ const (
 // Upgrade is the protocol that an agent's request for a stream names in its Upgrade header.
 const Upgrade = "lameduck-stream"
 
-// maxFeatures bounds the features in an offer. maxNameLength bounds each name in it, in bytes. A
-// larger offer is refused.
-const (
-	maxFeatures   = 64
-	maxNameLength = 256
-)
+// maxFeatures bounds the features in an offer. A larger offer is refused.
+const maxFeatures = 64
 
 // Offer is how an agent introduces itself when it opens a stream.
 type Offer struct {
@@ -105,14 +101,14 @@ func ParseOffer(q url.Values) (Offer, error) {
 	o := Offer{Features: q[queryFeature], Boot: q.Get(queryBoot), Build: q.Get(queryBuild)}
 	offered := q[queryProtocol]
 	switch {
-	case len(o.Build) > maxNameLength:
-		return o, fmt.Errorf("%s: longer than %d bytes", queryBuild, maxNameLength)
-	case len(o.Boot) > maxNameLength:
-		return o, fmt.Errorf("%s: longer than %d bytes", queryBoot, maxNameLength)
+	case len(o.Build) > MaxName:
+		return o, fmt.Errorf("%s: longer than %d bytes", queryBuild, MaxName)
+	case len(o.Boot) > MaxName:
+		return o, fmt.Errorf("%s: longer than %d bytes", queryBoot, MaxName)
 	case len(o.Features) > maxFeatures:
 		return o, fmt.Errorf("%s: more than %d", queryFeature, maxFeatures)
-	case slices.ContainsFunc(o.Features, func(f string) bool { return len(f) > maxNameLength }):
-		return o, fmt.Errorf("%s: longer than %d bytes", queryFeature, maxNameLength)
+	case slices.ContainsFunc(o.Features, func(f string) bool { return len(f) > MaxName }):
+		return o, fmt.Errorf("%s: longer than %d bytes", queryFeature, MaxName)
 	case !slices.Contains(offered, strconv.Itoa(Protocol)):
 		return o, fmt.Errorf("%s: the agent speaks %.100q, this coordinator speaks %d", queryProtocol,
 			strings.Join(offered, " or "), Protocol)

@@ -262,11 +262,11 @@ func TestOffers(t *testing.T) {
 	if got, err := ParseOffer(url.Values{"protocol": {"1"}}); err != nil || got.Boot != "" || len(got.Features) != 0 {
 		t.Errorf("%+v, %v", got, err)
 	}
-	long := strings.Repeat("x", 257)
+	long := strings.Repeat("x", 254)
 	for query, want := range map[string]string{
-		"boot=" + long:                   "boot: longer than 256 bytes",
-		"build=" + long:                  "build: longer than 256 bytes",
-		"feature=a&feature=" + long:      "feature: longer than 256 bytes",
+		"boot=" + long:                   "boot: longer than 253 bytes",
+		"build=" + long:                  "build: longer than 253 bytes",
+		"feature=a&feature=" + long:      "feature: longer than 253 bytes",
 		strings.Repeat("feature=a&", 65): "feature: more than 64",
 	} {
 		q, err := url.ParseQuery(query)
