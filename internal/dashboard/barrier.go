@@ -126,8 +126,10 @@ func explainBarrier(to *api.Explanation, pod *corev1.Pod, agents []drain.Acknowl
 			"another coordinator or waits for its own kernel alone", x.Agent)
 	}
 	for _, s := range services {
+		// The coordinator answers a little before the bound: a wait as long as that is cut there.
+		cut := s.Stated.Wait > bound || s.Stated.Wait == bound && s.Stated.Quiet == 0
 		stated := api.StatedWait{Namespace: s.Name.Namespace, Service: s.Name.Name, Seconds: s.Stated.Wait.Seconds(),
-			AtMost: s.Stated.Quiet > 0, Cut: err == nil && s.Stated.Wait > bound}
+			AtMost: s.Stated.Quiet > 0, Cut: err == nil && cut}
 		switch {
 		case s.StatedError != nil:
 			stated.Error = s.StatedError.Error()
