@@ -593,7 +593,8 @@ func (c *coord) mayWait(id drain.AgentID) bool {
 func (c *coord) checkSilent(p *pod, a *agent) {
 	w := c.w
 	// An agent that is not listed may be forgotten, or not: what it let expire is not known here.
-	if quiet := c.silence[a.id]; a.right == "" && quiet != nil && w.at-quiet.endedAt < w.times.Deadline {
+	quiet := c.silence[a.id]
+	if a.right == "" && quiet != nil && !quiet.unsure && w.at-quiet.endedAt < w.times.Deadline {
 		w.fail(checkSuspended, "%s does not wait for %s, which has acknowledged a drain %s ago, to delete %s", c.name,
 			a.name, w.at-quiet.endedAt, p.uid)
 	}

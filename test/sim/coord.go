@@ -86,7 +86,8 @@ type coord struct {
 	// told to agents: plain records beside the ledger's, for the checks.
 	targets map[drain.Service][]drain.UID
 	room    map[drain.UID]*admitted
-	// silence is what each agent has left unanswered, for the checks.
+	// silence is what each agent has left unanswered, for the checks. Nil: the ledger may have
+	// forgotten that.
 	silence map[drain.AgentID]*silence
 	// departed are the lives of agents that have left, as was heard here. relisted is when those of
 	// them were listed that the ledger may have forgotten before.
@@ -101,6 +102,8 @@ type silence struct {
 	// endedAt is when it last acknowledged one or, if it has not, was first heard of.
 	endedAt      time.Duration
 	acknowledged bool
+	// unsure: it was known before, and then not listed. What it let expire then may count still.
+	unsure bool
 	// spokeAt is when it last may have acknowledged one: Kept and, at the barrier, Routing count
 	// for more where there is no other endpoint.
 	spokeAt time.Duration
@@ -361,7 +364,7 @@ func (c *coord) rosterSeen(all []drain.Expected) {
 	c.roster = all
 	for id := range c.silence {
 		if !slices.ContainsFunc(all, func(e drain.Expected) bool { return e.ID == id }) {
-			delete(c.silence, id) // the ledger may forget it
+			c.silence[id] = nil // the ledger may forget it
 		}
 	}
 	for _, e := range all {
@@ -373,8 +376,8 @@ func (c *coord) rosterSeen(all []drain.Expected) {
 
 // meet notes when an agent was first heard of.
 func (c *coord) meet(id drain.AgentID) {
-	if c.silence[id] == nil {
-		c.silence[id] = &silence{endedAt: c.w.at}
+	if quiet, known := c.silence[id]; quiet == nil {
+		c.silence[id] = &silence{endedAt: c.w.at, unsure: known}
 	}
 }
 
