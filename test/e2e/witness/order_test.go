@@ -140,18 +140,24 @@ func TestTwoEvictionsOfOneBudget(t *testing.T) {
 	sh.budget(t, 2)
 	delayMost.Store(int64(50 * time.Millisecond))
 	defer delayMost.Store(0)
-	// round evicts the first n pods at once.
-	round := func(n int, look func(at time.Time, unrouted []string)) (first evicted) {
+	// live returns the pods that are not terminating.
+	live := func() []corev1.Pod {
+		pods, err := s.Pods(t.Context(), sh.ns, "app=web")
+		must(t, err)
+		return slices.DeleteFunc(pods, func(p corev1.Pod) bool { return p.DeletionTimestamp != nil })
+	}
+	// round evicts n pods at once. gone are those of them that have gone, at the latest since
+	// unrouted was read. It returns how long the first eviction took.
+	round := func(n int, look func(unrouted, gone []string)) (first time.Duration) {
 		must(t, s.Await(t.Context(), sh.ns, "web"))
 		harness.Until(t, time.Minute, "the budget has room", func() bool {
 			return sh.hasRoom(t) && len(sh.unrouted(t)) == 0
 		})
-		pods, err := s.Pods(t.Context(), sh.ns, "app=web")
-		must(t, err)
+		pods := live()[:n]
 		began := time.Now()
-		all := make(chan evicted, n)
+		all := make(chan time.Duration, n)
 		var evictions sync.WaitGroup
-		for _, pod := range pods[:n] {
+		for _, pod := range pods {
 			evictions.Go(func() { all <- evict(t, s, &pod, began) })
 		}
 		done := make(chan struct{})
@@ -161,42 +167,46 @@ func TestTwoEvictionsOfOneBudget(t *testing.T) {
 			case <-done:
 				return <-all
 			case <-time.After(50 * time.Millisecond):
-				unrouted := sh.unrouted(t)
-				look(time.Now(), unrouted) // the time after the answer: it may be of any moment before
+				unrouted, there := sh.unrouted(t), live()
+				var gone []string
+				for _, p := range pods {
+					if !slices.ContainsFunc(there, func(o corev1.Pod) bool { return o.UID == p.UID }) {
+						gone = append(gone, string(p.UID))
+					}
+				}
+				look(unrouted, gone)
 			}
 		}
 	}
 	// What one drain takes where no other eviction competes.
 	var alone, longest time.Duration
 	for range 3 {
-		alone = max(alone, round(1, func(time.Time, []string) {}).took)
+		alone = max(alone, round(1, func(_, _ []string) {}))
 	}
 	rounds, both, changed := harness.Number(t, "ROUNDS", 20), 0, 0
 	for i := range rounds {
-		type sample struct {
-			at       time.Time
-			unrouted []string
-		}
-		var samples []sample
-		first := round(2, func(at time.Time, unrouted []string) {
-			samples = append(samples, sample{at, unrouted})
+		// drained are the pods that were unrouted while none had gone, went those that went first.
+		var drained, went []string
+		first := round(2, func(unrouted, gone []string) {
 			if len(unrouted) > 1 {
 				both++
 				t.Errorf("round %d: %d pods of the budget are unrouted at one time", i, len(unrouted))
 			}
-		})
-		for _, s := range samples {
-			if s.at.Before(first.at) && slices.ContainsFunc(s.unrouted, func(uid string) bool {
-				return uid != first.uid
-			}) {
-				changed++
-				t.Errorf("round %d: another pod than the first one to go was drained before it", i)
-				break
+			if went == nil {
+				went = gone
 			}
+			if went == nil {
+				drained = append(drained, unrouted...)
+			}
+		})
+		other := slices.DeleteFunc(drained, func(uid string) bool { return slices.Contains(went, uid) })
+		if went != nil && len(other) > 0 {
+			changed++
+			t.Errorf("round %d: %s was drained before %s went, which was the first", i, other, went)
 		}
-		longest = max(longest, first.took)
-		if first.took > 10*time.Second {
-			t.Errorf("round %d: neither went within %s", i, first.took)
+		longest = max(longest, first)
+		if first > 10*time.Second {
+			t.Errorf("round %d: neither went within %s", i, first)
 		}
 	}
 	t.Logf("%d coordinators, %d rounds: both unrouted %d times; both refused for %.1f s at the longest, for more "+
@@ -204,16 +214,8 @@ func TestTwoEvictionsOfOneBudget(t *testing.T) {
 		s.Running(), rounds, both, longest.Seconds(), changed, alone.Seconds())
 }
 
-// evicted says when a pod was evicted, and how long after its round began.
-type evicted struct {
-	uid  string
-	at   time.Time
-	took time.Duration
-}
-
-// evict asks until the pod is evicted or gone.
-func evict(t *testing.T, s *stage.Stage, pod *corev1.Pod, began time.Time) evicted {
-	now := func() evicted { return evicted{string(pod.UID), time.Now(), time.Since(began)} }
+// evict asks until the pod is evicted or gone, and returns how long after began that was.
+func evict(t *testing.T, s *stage.Stage, pod *corev1.Pod, began time.Time) time.Duration {
 	eviction := &policyv1.Eviction{ObjectMeta: metav1.ObjectMeta{Namespace: pod.Namespace, Name: pod.Name},
 		DeleteOptions: &metav1.DeleteOptions{
 			Preconditions: metav1.NewUIDPreconditions(string(pod.UID)),
@@ -222,14 +224,14 @@ func evict(t *testing.T, s *stage.Stage, pod *corev1.Pod, began time.Time) evict
 		err := s.Kube.PolicyV1().Evictions(pod.Namespace).Evict(t.Context(), eviction)
 		switch {
 		case err == nil, apierrors.IsNotFound(err), apierrors.IsConflict(err):
-			return now()
+			return time.Since(began)
 		case !apierrors.IsTooManyRequests(err):
 			t.Errorf("eviction of %s: %v", pod.Name, err)
-			return now()
+			return time.Since(began)
 		}
 	}
 	t.Errorf("%s is not evicted within a minute", pod.Name)
-	return now()
+	return time.Since(began)
 }
 
 // All pods of a Service are deleted at once: at most half of them are unrouted at one time, by both
