@@ -1,6 +1,7 @@
 // Package check finds faults in an installation of Lameduck, from [Facts] that its caller has read
-// from the API server, the coordinators and their certificates. It reads nothing itself. kubectl
-// lameduck check prints its findings, each with a fix.
+// from the API server, the coordinators and their certificates. [Facts.Findings] reads nothing
+// itself; [Entries], [Hook] and [Pre] ask the API server. kubectl lameduck check prints the
+// findings, each with a fix.
 package check
 
 import (

@@ -14,9 +14,10 @@
 // Answers are remembered. A valid token is remembered for a minute but not beyond its expiry, even
 // if its pod is deleted. A right is remembered for [rememberRight]. A refusal is remembered for
 // [rememberNo], so that a right that was just granted, or a token that the API server did not know
-// yet, waits no longer than that. While the API server is slow or away, the former answer stands in
-// after [patience], for [standIn]: replicas that did not answer each other within a second would
-// each decide alone, and agents would be out while pods are deleted.
+// yet, waits no longer than that; [Kubernetes.Allowed] remembers one for [rememberNoLabel], or for
+// an hour while its rate is nearly used up. While the API server is slow or away, the former answer
+// stands in after [patience], for [standIn]: replicas that did not answer each other within a
+// second would each decide alone, and agents would be out while pods are deleted.
 //
 // Requests to the API server wait in lanes, each with its own rate limit, so that forged tokens
 // neither overload the API server nor delay agents. A token that was valid before does not wait. A

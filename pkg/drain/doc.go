@@ -23,8 +23,9 @@
 // ([Ledger.GatePassed]), or that its deletion was given up ([Ledger.NotTerminating], after a live
 // read of the pod that [Ledger.Tick] asked for). A drain for the restart of a container also ends
 // when the pod is ready again ([Ledger.ReadyAgain]). A drain at the barrier ends when the pod is
-// deleted, or Times.Memory after its deadline. Reaching the deadline releases a drain and names the
-// agents that did not answer. It does not close the drain.
+// deleted, by [Ledger.EndBarrier] where hooks do not wait, or Times.Memory after its deadline.
+// Reaching the deadline releases a drain and names the agents that did not answer. It does not
+// close the drain.
 //
 // The agents that must acknowledge a drain follow from what agents declare and from which agents
 // the API lists ([Ledger.Expect]). They are not configured. An agent that has not declared its

@@ -1,4 +1,5 @@
-// Package apisix directs an APISIX in etcd mode (role traditional) by the Admin API.
+// Package apisix directs an APISIX in etcd mode (role traditional) by the Admin API, or observes
+// one that something else configures ([ObservedConfig]).
 //
 // # Model
 //
