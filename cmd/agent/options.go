@@ -58,8 +58,9 @@ type file struct {
 	APIVersion string `json:"apiVersion"`
 	// Kind is AgentConfiguration.
 	Kind string `json:"kind"`
-	// Coordinators configures how the agent finds and verifies the coordinators. Absent: the agent
-	// only follows EndpointSlices, and acknowledges nothing.
+	// Coordinators configures how the agent finds and verifies the coordinators. Absent: nothing is
+	// acknowledged. An agent that directs then only follows EndpointSlices, hooks wait only for the
+	// kernel of their own node, and other agents do not start.
 	Coordinators *discovery.Config `json:"coordinators,omitempty"`
 	// Gateway is the gateway that this agent directs or observes. Exactly one of its keys is
 	// required.
@@ -71,16 +72,17 @@ type file struct {
 	// loopback for hooks of the kubelet, on the node's address for hooks in pods. Empty:
 	// 127.0.0.1:9447. Other agents must not set it.
 	WaitAddresses []string `json:"waitAddresses,omitempty"`
-	// EndpointsLag delays every change of EndpointSlices on its way to the gateway. It simulates a
-	// slow control plane, for demonstrations and tests. Exclusions are not delayed.
+	// EndpointsLag delays every change of EndpointSlices after the first list on its way to a
+	// directed gateway. It simulates a slow control plane, for demonstrations and tests. Exclusions
+	// are not delayed.
 	EndpointsLag duration `json:"endpointsLag,omitempty"`
 	// StateDir is a folder in which the agent keeps its exclusions, so that it has them when it
 	// starts again. The folder must outlive the container, and no other agent may use it. Empty:
 	// the folder of gateway.haproxy.serversFile, which then must outlive the container; with other
 	// gateways nothing is kept.
 	StateDir string `json:"stateDir,omitempty"`
-	// HealthTimeout is how long a change may wait for the gateway before /livez and /healthz fail.
-	// 0: 1 minute.
+	// HealthTimeout is how long a change may wait for a directed gateway before /livez and /healthz
+	// fail. 0: 1 minute.
 	HealthTimeout duration `json:"healthTimeout,omitempty"`
 }
 
@@ -109,9 +111,10 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.StringVar(&o.kubeconfig, "kubeconfig", getenv("KUBECONFIG"),
 		"kubeconfig file for the API server; empty: the pod's service account")
 	f.StringVar(&o.metrics, "metrics-address", ":9101",
-		"host:port of /metrics, /livez, /healthz, /readyz and /v1/targets, without TLS")
+		"host:port of /metrics, /livez, /healthz, /readyz and, of a directed gateway, /v1/targets, without TLS")
 	f.StringVar(&o.nodeName, "node-name", getenv("NODE_NAME"),
-		"the node this runs on: /healthz fails while it is being deleted; empty: it is not watched")
+		"the node this runs on: /healthz fails while it is being deleted; empty: it is not watched; required with "+
+			"gateway.kubeProxy")
 	f.TextVar(&o.logLevel, "log-level", slog.LevelInfo, "debug, info, warn or error")
 	f.BoolVar(&print, "print-config", false, "print the configuration with its defaults, and end")
 	f.BoolVar(&which, "version", false, "print which version this is, and end")
@@ -149,7 +152,7 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 		}
 	case gateway.ObservedKind:
 		if onNode(kind) && o.nodeName == "" {
-			return o, fmt.Errorf("%w: --node-name %q: required with a gateway that is observed, or set NODE_NAME",
+			return o, fmt.Errorf("%w: --node-name %q: required with gateway.kubeProxy, or set NODE_NAME",
 				cli.ErrUsage, o.nodeName)
 		}
 	}

@@ -74,7 +74,7 @@ func parse(args []string, out io.Writer) (options, error) {
 	f.SetOutput(io.Discard)
 	f.Usage = func() {}
 	f.StringVarP(&o.namespace, "namespace", "n", "", "namespace: of explain's pod (default: the context's), what "+
-		"drains and report show (default: all), or where check asks (default: one whose deletions wait)")
+		"drains, status and report show (default: all), or where check asks (default: one whose deletions wait)")
 	everywhere := f.BoolP("all-namespaces", "A", false,
 		"with drains, status or report: of all namespaces, as without -n")
 	f.BoolVar(&o.pre, "pre", false, "with check: before an installation")

@@ -77,8 +77,8 @@ type times struct {
 	// the pod.
 	IdleBound config.Duration `json:"idleBound"`
 	// ShutdownDelay is how long after SIGTERM this replica still answers admission reviews, because
-	// Services route to it until then. Reviews that are held are answered immediately, so that the
-	// caller tries again.
+	// Services route to it until then. Reviews that are held are left to another replica that was
+	// asked as well, or else denied, so that the caller tries again.
 	ShutdownDelay config.Duration `json:"shutdownDelay"`
 }
 
@@ -93,8 +93,9 @@ type holds struct {
 
 // barrier configures the hook that new pods get, and which agents must acknowledge at the barrier.
 type barrier struct {
-	// Bound is how long a pod's barrier may keep it from SIGTERM, in whole seconds. Its grace
-	// period grows by it.
+	// Bound is how long a pod's barrier may keep it from SIGTERM, in whole seconds, unless the
+	// annotation lameduck.io/barrier-bound of a Service or namespace states another bound. The
+	// pod's grace period grows by it.
 	Bound config.Duration `json:"bound"`
 	// Port is the port of the node agents, on the loopback address and on the node's address.
 	Port int `json:"port" jsonschema:"minimum=1,maximum=65535"`

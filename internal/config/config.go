@@ -1,6 +1,6 @@
 // Package config reads the configuration files of Lameduck's programs: YAML of one version and
 // kind, strict, in which ${NAME} is replaced by the environment. What the keys mean is said where
-// they are declared; [Schema] and docs/configuration.md are made from that.
+// they are declared; schemas/*.json are made from that.
 package config
 
 import (
@@ -26,7 +26,7 @@ const APIVersion = "lameduck.io/v1alpha1"
 var reference = regexp.MustCompile(`\$\{([A-Za-z_][A-Za-z0-9_]*)\}`)
 
 // Read decodes a file into value, which holds the defaults. Unknown keys, keys given twice and
-// environment variables that are not set are errors.
+// environment variables that are not set, or empty, are errors.
 func Read(content []byte, getenv func(string) string, value any) error {
 	var unset []string
 	expanded := reference.ReplaceAllStringFunc(string(content), func(text string) string {

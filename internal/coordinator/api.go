@@ -42,8 +42,9 @@ const bodyTimeout = 5 * time.Second
 // noContent is the status of accepted reports in the metrics.
 const noContent = "204"
 
-// authTimeout is the part of the read deadline of a request that is for its authentication: two
-// requests to the API server of 5 s each. It does not cancel the Authenticator.
+// authTimeout is the part of the read deadline of a request that is for its authentication:
+// requests to the API server of 5 s each, of which most agents need two. It does not cancel the
+// Authenticator.
 const authTimeout = 10 * time.Second
 
 // maxNamespaces bounds the namespaces in one declaration of an agent that has no right everywhere:

@@ -4,9 +4,9 @@
 //
 // A mutex protects the ledger. It is never held during network I/O, logging or waiting. A caller
 // that waits for a pod waits on a channel, which is closed when something may have changed for the
-// pod, and then reads the ledger again. An agent's stream is woken through a channel of size one,
-// and then sends everything that changed since it last sent. [Core] makes all decisions, and has
-// neither locks nor I/O. Package admission decides which calls to hold.
+// pod, and then looks again. An agent's stream is woken through a channel of size one, and then
+// sends everything that changed since it last sent. [Core] makes all decisions, and has neither
+// locks nor I/O. Package admission decides which calls to hold.
 package coordinator
 
 import (
@@ -41,8 +41,8 @@ const (
 	rightsEvery  = 10 * time.Second
 	rightsAtOnce = 10
 	// deletedFor is how long an agent whose pod is deleted is refused. Answers about its token are
-	// not remembered for longer than that.
-	deletedFor = 2 * time.Minute
+	// not remembered for longer than that: for 6 min, while the API server is away.
+	deletedFor = 7 * time.Minute
 )
 
 // Life is the result of a live read of a pod UID.
@@ -333,7 +333,8 @@ func (c *Coordinator) wait(ctx context.Context, h *Hold) {
 	}
 }
 
-// Unroute asks agents to stop routing to a pod whose deletion does not wait. It never blocks.
+// Unroute asks agents to stop routing to a pod whose deletion does not wait. It does not wait for
+// gateways.
 func (c *Coordinator) Unroute(request Request) {
 	c.change(func() { c.core.Unroute(time.Now(), request) })
 }
@@ -354,7 +355,8 @@ func (c *Coordinator) Expect(expected []drain.Expected) {
 	c.Metrics.agents.WithLabelValues("suspended").Set(float64(n.Suspended))
 }
 
-// Expecting returns how many agents are expected, and how many of them are not connected here.
+// Expecting returns how many agents are expected, and how many of them are not connected here
+// although their containers have started.
 func (c *Coordinator) Expecting() (expected, missing int) {
 	c.mu.RLock()
 	defer c.mu.RUnlock()

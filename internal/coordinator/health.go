@@ -132,8 +132,8 @@ func (c *Coordinator) receive(who Identity, line []byte) {
 }
 
 // healthElsewhere is the hint for operators where the health of all targets is found.
-const healthElsewhere = "Each agent lists all of its targets at /v1/targets of its --metrics-address (:9101 if it " +
-	"is not set otherwise)."
+const healthElsewhere = "Each agent that directs its gateway lists all of its targets at /v1/targets of its " +
+	"--metrics-address (:9101 if it is not set otherwise)."
 
 // view groups the reports by Service. agents are the known agents, in the order in which to list
 // their gateways.

@@ -7,7 +7,7 @@ import (
 )
 
 // Metrics are the metrics of the coordinator. Every series with a bounded set of labels exists from
-// the start.
+// the start, but those of phases by reason.
 type Metrics struct {
 	holds   prometheus.Gauge
 	drains  *prometheus.GaugeVec
@@ -40,19 +40,20 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 		}, []string{"phase", "reason"}),
 		agents: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "lameduck_agents", Help: "Agents by state: expected (the API lists their pods), missing (expected " +
-				"and not connected here), connected, suspended (they did not acknowledge several " +
-				"drains in a row, and are not waited for).",
+				"and not connected here, although their containers have started), connected, suspended (they did not " +
+				"acknowledge several drains in a row, and are not waited for).",
 		}, []string{"state"}),
 		reports: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "lameduck_reports_total", Help: "Reports received from agents, by state. One may be about many " +
 				"drains.",
 		}, []string{"state"}),
 		api: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "lameduck_agent_requests_total", Help: "Requests of agents, by path and HTTP status.",
+			Name: "lameduck_agent_requests_total",
+			Help: "Requests of agents and other replicas, and lines of agents, by path and HTTP status.",
 		}, []string{"path", "code"}),
 	}
 	m.waiting = prometheus.NewGauge(prometheus.GaugeOpts{
-		Name: "lameduck_barriers_waiting", Help: "Hooks of pods that wait at the barrier of this replica now.",
+		Name: "lameduck_barriers_waiting", Help: "Hooks of pods and of containers that wait here now.",
 	})
 	m.barriers = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 		Name:    "lameduck_barrier_duration_seconds",
@@ -61,7 +62,8 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 	}, []string{"reason"})
 	m.cut = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "lameduck_barrier_stated_waits_cut_total",
-		Help: "Barriers whose bound was shorter than a wait that a Service states.",
+		Help: "Barriers whose bound was shorter than a wait that a Service states, or that was learned for other " +
+			"nodes.",
 	})
 	m.restarts = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "lameduck_barrier_restarts_total",
@@ -70,7 +72,7 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 	m.observed = prometheus.NewHistogram(prometheus.HistogramOpts{
 		Name: "lameduck_observed_seconds",
 		Help: "Time from the deletion of a pod in mode observe until its gateways had stopped routing to it by " +
-			"themselves, with nothing in flight: what the deletion would have waited.",
+			"themselves, with nothing in flight, or until the Idle bound: what the deletion would have waited.",
 		Buckets: []float64{.01, .025, .05, .1, .25, .5, 1, 1.5, 2, 3, 5, 8, 12, 20, 30, 60},
 	})
 	m.inFlight = prometheus.NewCounter(prometheus.CounterOpts{

@@ -158,8 +158,8 @@ func (p *Peers) poll(ctx context.Context) time.Duration {
 
 // Heed processes the result of a poll. Call it when each replica has answered or has timed out. It
 // calls polled with the last states of the replicas that answer, and with whether to adopt their
-// open drains. It returns the time until the next poll. A replica that
-// starts adopts open drains until all ready replicas have answered. After that it adopts the drains
+// open drains. It returns the time until the next poll. A replica that starts adopts open drains
+// until all ready replicas have answered, for at most [Settle]. After that it adopts the drains
 // that other replicas open until it is ready itself, for at most twice [Settle].
 func (t *Table) Heed(now time.Time, polled func(told []wire.Replica, adopt bool)) (again time.Duration) {
 	up, able := t.settle(now), t.Able() == nil

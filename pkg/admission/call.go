@@ -114,7 +114,7 @@ func (c *Call) Claim(now time.Time) wire.Claim {
 }
 
 // Claimed records the answer of the opener. witnesses is the second result of [Others.Claim]: false
-// if this replica is the opener, or if no replica before it answers.
+// if this replica is the opener, or if no replica before it has judged the deletion.
 func (c *Call) Claimed(ctx context.Context, now time.Time, claimed wire.Claimed, witnesses bool) {
 	switch {
 	case witnesses:

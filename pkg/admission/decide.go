@@ -25,8 +25,8 @@ type Facts struct {
 
 	// DryRun is true if the request or, in an eviction, its deleteOptions say so.
 	DryRun bool
-	// Excluded: the namespace is kube-system or Lameduck's own. The webhook configuration normally
-	// excludes these, so that no call arrives.
+	// Excluded: the namespace is in excludedNamespaces or Lameduck's own. The webhook configuration
+	// normally excludes these, so that no call arrives.
 	Excluded bool
 	// Mode is one of package keys; the zero value enforces. BreakGlass: the pod has
 	// [BreakGlassAnnotation].

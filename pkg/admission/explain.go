@@ -24,7 +24,7 @@ type Explanation struct {
 	Pod     *corev1.Pod
 	Facts   Facts
 	Verdict Verdict
-	// Targets are the Services that list the pod, with their usable targets. Nil if none does.
+	// Targets are the Services that list the pod, with their usable targets. Empty if none does.
 	Targets []drain.Targets
 	// Full is why the drain would be queued. Empty: it would not.
 	Full string

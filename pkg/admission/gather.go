@@ -22,8 +22,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// BreakGlassAnnotation, with the value "true" on a pod: its deletion does not wait. Gateways stop
-// routing to it in the background.
+// BreakGlassAnnotation, with the value "true" on a pod: its deletion does not wait. If it is
+// deleted, not evicted, gateways stop routing to it in the background.
 const BreakGlassAnnotation = "lameduck.io/break-glass"
 
 // outOfService is the taint by which operators declare a node dead.

@@ -54,7 +54,7 @@ type Others interface {
 	// Opener reports whether this replica decides what takes capacity.
 	Opener() bool
 	// Claim asks the opener about a deletion. ok is false if this replica is the opener, or if no
-	// replica before it answers.
+	// replica before it has judged the deletion.
 	Claim(ctx context.Context, claim wire.Claim) (claimed wire.Claimed, ok bool)
 	// Asked reports whether the API server has asked another replica about the pod within the given
 	// time.

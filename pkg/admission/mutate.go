@@ -39,7 +39,8 @@ const (
 
 // HookOptions configures the preStop hook that makes pods wait before SIGTERM.
 type HookOptions struct {
-	// Bound is how long a pod waits at most, in whole seconds.
+	// Bound is how long a pod waits at most, in whole seconds, unless the annotation
+	// lameduck.io/barrier-bound of a Service or its namespace states another bound.
 	Bound time.Duration
 	// Port is where agents answer, on loopback and on the node's address.
 	Port int

@@ -112,7 +112,7 @@ type Polled interface {
 	// Failures counts the readings that failed.
 	Failures() uint64
 	// Began is closed once the gateway has started. Before that the gateway sends nothing, and
-	// nothing can be acknowledged: the agent does not connect to coordinators.
+	// nothing can be acknowledged: the agent does not connect to coordinators, for 5 minutes.
 	Began() <-chan struct{}
 }
 

@@ -102,9 +102,9 @@ func DefaultCheck(p Protocol) Check {
 //	healthy     {successes: 2}
 //	unhealthy   {httpFailures: 5, tcpFailures: 2, timeouts: 3}
 //
-// Thresholds are 0 (never) to 254. ParseCheck refuses an unknown key, a key that the protocol does
-// not use, and a value out of bounds. Its error names the key. The empty text is the zero Check,
-// which probes nothing.
+// Thresholds are 0 (never) to 254, healthy.successes at least 1. ParseCheck refuses an unknown key,
+// a key that the protocol does not use, and a value out of bounds. Its error names the key. The
+// empty text is the zero Check, which probes nothing.
 func ParseCheck(text string) (Check, error) {
 	if strings.TrimSpace(text) == "" {
 		return Check{}, nil

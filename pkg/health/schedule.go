@@ -139,9 +139,9 @@ func (s *Set) SetCheck(now time.Time, pool Pool, c Check) {
 
 // Due appends to jobs the probes that are due at now, at most most of them, and returns when to
 // call it again. The zero time means that no target has a check: call it again after
-// [Set.SetCheck]. A target has at most one probe in flight. The probes of a check are spread evenly
-// over its interval, and a target's first probe comes within one interval. Each target keeps its
-// time in the interval, however late a probe is handed out.
+// [Set.SetCheck], or when targets have changed. A target has at most one probe in flight. The
+// probes of a check are spread evenly over its interval, and a target's first probe comes within
+// one interval. Each target keeps its time in the interval, however late a probe is handed out.
 //
 // Every job has to be answered by [Set.Report]. After three intervals without an answer it is given
 // up, and the target is probed again. If the clock jumps, the times of all probes move with it:

@@ -42,9 +42,10 @@ type Options struct {
 // Set holds every target that EndpointSlices, an operator or an earlier agent gave the gateway, the
 // exclusions, and the health. See the package comment for the rules. Its methods may be called from
 // any goroutine. The cost of a call depends on what it changes, not on the size of the set, with
-// these exceptions. The first holder of an exclusion and another generation of the gateway visit
-// all targets. An exclusion, a check, and a pool that begins to fail open visit all targets of a
-// pool.
+// these exceptions. The first holder of an exclusion, another generation of the gateway, Synced and
+// Void visit all targets. An exclusion, a check, a new target of an excluded pod, and a pool that
+// begins or ends to fail open visit all targets of a pool. Each change judges the exclusions that
+// stand.
 type Set struct {
 	usablePercent int
 	work          chan struct{}

@@ -19,8 +19,8 @@ const (
 	// WhyFailingOpen targets are unhealthy and have traffic: too few targets of the pool are
 	// usable.
 	WhyFailingOpen
-	// WhyKept targets are excluded and have traffic: the gateway has not been seen to route to
-	// another.
+	// WhyKept targets are excluded or in doubt and have traffic: the gateway has not been seen to
+	// route to another that is usable.
 	WhyKept
 	// WhyHeldBack targets are unhealthy and have traffic: the gateway has not been seen to route to
 	// any that is chosen.

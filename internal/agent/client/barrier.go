@@ -19,10 +19,9 @@ import (
 var ErrNoCoordinator = errors.New("no coordinator can be asked")
 
 // Barrier asks a coordinator when a pod may be told to stop, and waits for the answer until ctx is
-// done. If that coordinator stops, is lost, or has this agent on another stream, Barrier asks the
-// next; each is asked once. The caller sets everything in b but Session. The error wraps
-// ErrNoCoordinator if all have failed, or if none has an open stream. If ctx ends first, it is that
-// of the request.
+// done. If that coordinator does not answer, or refuses, Barrier asks the next; each is asked once.
+// The caller sets everything in b but Session. The error wraps ErrNoCoordinator if all have failed,
+// or if none has an open stream. If ctx ends first, it is that of the request.
 func (c *Client) Barrier(ctx context.Context, b wire.BarrierRequest) (wire.BarrierStatus, error) {
 	c.mu.Lock()
 	replicas := slices.Collect(maps.Values(c.replicas))

@@ -3,15 +3,15 @@
 // side.
 //
 // The state of one stream is a [Session], which makes the decisions and does no I/O. Each replica
-// has a goroutine of its own that knows one address. It opens the stream, declares what the gateway
-// routes, excludes what is being drained, and then passes messages in both directions until the
+// has a goroutine of its own that knows one address. It opens the stream, excludes what is being
+// drained, declares what the gateway routes, and then passes messages in both directions until the
 // stream is lost. Then it connects again, after a pause of at most 2 s. The coordinator treats an
 // agent as lost after 5 s (drain.Times.Away).
 //
 // An exclusion has an expiry for each holder, which is one epoch of a replica. Every message of a
 // stream renews the exclusions of its holder. After a complete list of open drains
-// ([wire.TypeSynced]), the client ends the exclusions of that holder that are not in the list.
-// Other holders keep theirs.
+// ([wire.TypeSynced] for a declaration), the client ends the exclusions of that holder that are not
+// in the list. Other holders keep theirs.
 package client
 
 import (

@@ -48,7 +48,7 @@ const (
 	liveTimeout    = time.Second
 	// maxID is the longest id that is looked up.
 	maxID = 128
-	// HeaderTime bounds the arrival of a hook's request, and the write of its answer.
+	// HeaderTime bounds the arrival of a body, and the write of a hook's answer.
 	HeaderTime = 5 * time.Second
 )
 

@@ -55,8 +55,7 @@ func newMetrics(r prometheus.Registerer) *metrics {
 	m := &metrics{
 		waits: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "lameduck_barrier_waits_total",
-			Help: "Waits of hooks that ended, by outcome. Repeats and simultaneous hooks of one pod's containers are " +
-				"one.",
+			Help: "Waits of hooks that ended, by outcome. Hooks of one pod that wait at the same time are one.",
 		}, []string{"outcome"}),
 		waiting: prometheus.NewGauge(prometheus.GaugeOpts{Name: "lameduck_barrier_waiting",
 			Help: "Pods whose hooks wait now."}),

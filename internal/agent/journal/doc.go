@@ -12,11 +12,12 @@
 // The journal is one file, which is written completely under another name and then renamed. It only
 // has to survive the death of the process. It is not synced to the disk, because a machine that
 // goes down takes the gateway and the agent's sessions with it. So the file names the boot of the
-// machine in which it was written, its times count within that boot, and a file of another boot is
-// ignored.
+// machine in which it was written, its times but since count within that boot, and a file of
+// another boot is ignored.
 //
 // A file system that is full, read-only, missing or stuck blocks nothing, because availability
-// comes first. Sync and Settled wait until the attempt fails, or for a second. [Journal.Err]
-// returns the error, and each later write tries again. In the meantime the agent is as safe as one
-// without a journal: if it crashes, it forgets its exclusions until a coordinator repeats them.
+// comes first. Sync waits, and Settled is false, until the attempt fails, or for a second.
+// [Journal.Err] returns the error, and each later write tries again. In the meantime the agent is
+// as safe as one without a journal: if it crashes, it forgets its exclusions until a coordinator
+// repeats them.
 package journal

@@ -70,7 +70,7 @@ func stampNow() Stamp {
 	return Stamp{Boot: id, At: time.Duration(t.Nano())}
 }
 
-// content is the file. Its times are relative to the moment at which it was written.
+// content is the file. Its times but since are relative to the moment at which it was written.
 type content struct {
 	Version int   `json:"lameduckExclusions"`
 	Written Stamp `json:"written"`

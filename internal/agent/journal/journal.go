@@ -103,7 +103,7 @@ type Journal struct {
 
 // Open reads the journal in dir, which must exist, and locks it until Close. With an empty dir the
 // journal is in memory only. The error is ErrLocked, or ctx's. Any other problem with the directory
-// is logged and returned by Err, and blocks nothing.
+// is logged and, except a failure to lock, returned by Err, and blocks nothing.
 func Open(ctx context.Context, dir string, wrote func(error), log *slog.Logger) (*Journal, error) {
 	if dir == "" {
 		return On(nil, time.Now(), Stamp{}, nil, log), nil

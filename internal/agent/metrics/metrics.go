@@ -121,11 +121,11 @@ func (m *Directed) Failing(r prometheus.Registerer, trouble func() error) {
 	}))
 }
 
-// Refusals registers how many Services have a check that cannot be read.
+// Refusals registers how many annotations of Services have a check that cannot be read.
 func (m *Directed) Refusals(r prometheus.Registerer, count func() int) {
 	r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "lameduck_agent_refused_checks",
-		Help: "Services whose annotation lameduck.io/health-check cannot be read. The log names them.",
+		Help: "Annotations of Services with a health check that cannot be read. The log names them.",
 	}, func() float64 { return float64(count()) }))
 }
 
@@ -203,7 +203,7 @@ func NewClient(r prometheus.Registerer, paths ...string) Client {
 		streams: promauto.With(r).NewGauge(prometheus.GaugeOpts{Name: "lameduck_agent_streams",
 			Help: "Open streams to coordinators."}),
 		posts: promauto.With(r).NewCounterVec(prometheus.CounterOpts{
-			Name: "lameduck_agent_posts_total", Help: "Posts to coordinators, by path and result.",
+			Name: "lameduck_agent_posts_total", Help: "Posts to coordinators and lines in streams, by path and result.",
 		}, []string{"path", "result"}),
 	}
 	for _, p := range paths {
@@ -236,7 +236,7 @@ func result(err error) string {
 func Failures(r prometheus.Registerer, failures func() uint64) {
 	r.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
 		Name: gatewayErrors, ConstLabels: prometheus.Labels{"call": "read"},
-		Help: "Readings that the gateway did not answer.",
+		Help: "Readings that failed.",
 	}, func() float64 { return float64(failures()) }))
 }
 

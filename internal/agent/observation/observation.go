@@ -88,7 +88,7 @@ func New(g gateway.Observed, changed func(), propagation *prometheus.HistogramVe
 		cleaned: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "lameduck_agent_cleaned_total",
 			Help: "Deleted pods whose conntrack entries were to be deleted, by result. Skipped: the address may " +
-				"be another pod's.",
+				"be another pod's, or too many wait.",
 		}, []string{"result"}),
 		pods: map[drain.UID]*observation{},
 	}

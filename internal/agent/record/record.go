@@ -75,7 +75,7 @@ type index struct {
 }
 
 // Run records until ctx is done or the time is over, and then closes the archive. Its errors wrap
-// cli.ErrUsage if the command line caused them.
+// cli.ErrUsage if the command line caused them, but for a folder that cannot be written to.
 func Run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	var kind, admin, of, folder string
 	var most, every time.Duration

@@ -31,8 +31,8 @@ type Checks struct {
 	pools  map[types.NamespacedName][]health.Pool
 	ports  map[health.Pool]endpoints.Port
 	known  chan struct{}
-	// Refuse is called for Services whose pods are not interchangeable, see [gateway.Refuser].
-	// Nothing is probed then. Nil: the gateway's pools are the agent's own.
+	// Refuse is called for each Service with why its pods are not interchangeable, or with nothing,
+	// see [gateway.Refuser]. Nothing is probed then. Nil: the gateway's pools are the agent's own.
 	Refuse  func(pool health.Pool, why string)
 	watches map[string]*watch.Watch
 

@@ -19,7 +19,8 @@ import (
 )
 
 const (
-	// FreshTimeout bounds one list and the wait until the watch has delivered what is in it.
+	// FreshTimeout bounds all lists of one call and the wait until the watch has delivered what is
+	// in it.
 	FreshTimeout = 10 * time.Second
 	// FreshEvery is how often the watch is checked during that wait.
 	FreshEvery = 50 * time.Millisecond

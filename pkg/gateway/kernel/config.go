@@ -27,7 +27,8 @@ type Config struct {
 // Service is one port of a Service.
 type Service struct {
 	// Service is namespace/name. Any of its pods must be able to stand for another: a headless
-	// Service, or one with the session affinity ClientIP, is refused.
+	// Service, or one with the session affinity ClientIP, is refused if the agent may list
+	// Services.
 	Service string `json:"service"`
 	// Port is the name of its port. Empty: the only one.
 	Port string `json:"port,omitempty"`
