@@ -90,32 +90,29 @@ const (
 	blockPorts = 500
 )
 
-// block is the first port of this process's block. While the process listens on it, no other one
-// takes a port of the block: Envoy and HAProxy listen with SO_REUSEPORT, and would share a port
-// without an error.
-var block = sync.OnceValues(func() (port int, err error) {
+// block listens on the first port of this process's block. While it does, no other process takes a
+// port of the block: Envoy and HAProxy listen with SO_REUSEPORT, and would share a port without an
+// error.
+var block = sync.OnceValues(func() (l net.Listener, err error) {
 	for i := range portBlocks {
-		port = firstPort + i*blockPorts
-		if blockHeld, err = net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port)); err == nil {
-			return port, nil
+		if l, err = net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", firstPort+i*blockPorts)); err == nil {
+			return l, nil
 		}
 	}
-	return 0, err
+	return nil, err
 })
 
-var (
-	blockHeld  net.Listener // is closed when it is garbage
-	portsGiven atomic.Uint32
-)
+var portsGiven atomic.Uint32
 
 // FreeAddress returns an address of the loopback on which nothing listens. Neither a connection nor
 // a listener of a test that runs at the same time is given its port before it is used.
 func FreeAddress(t testing.TB) string {
 	t.Helper()
-	first, err := block()
+	l, err := block()
 	if err != nil {
 		t.Fatalf("no free block of ports: %v", err)
 	}
+	first := l.Addr().(*net.TCPAddr).Port
 	for range blockPorts {
 		port := first + 1 + int(portsGiven.Add(1)%(blockPorts-1))
 		if l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port)); err == nil {
