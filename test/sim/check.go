@@ -631,6 +631,10 @@ func (c *coord) noteAdopted(claim drain.Claim) {
 	place := drain.Granted
 	if claim.Queued {
 		place = drain.Deferred
+		// What it judged itself, while it did not reach the other one, it may have let go just now.
+		if d := c.room[uid]; d != nil && d.place == drain.Judged && !c.ledger.Pod(uid).Queued {
+			place = drain.Judged
+		}
 	}
 	// no client has asked for it here: it lasts for up to 45 s more than at the others
 	c.asking(uid, targets, place).askedAt = -agreed
