@@ -631,7 +631,7 @@ func (c *coord) noteAdopted(claim drain.Claim) {
 	place := drain.Granted
 	if claim.Queued {
 		place = drain.Deferred
-		// What it judged itself, while it did not reach the other one, it may have let go just now.
+		// What it judged itself, without reaching the other one, it may have admitted just now.
 		if d := c.room[uid]; d != nil && d.place == drain.Judged && !c.ledger.Pod(uid).Queued {
 			place = drain.Judged
 		}

@@ -298,7 +298,7 @@ func (a *agent) learn() {
 // 10 s.
 func (a *agent) programmed(after time.Duration) {
 	a.w.after(&a.proc, after, func() {
-		if left := a.deaf + 10*time.Second - a.w.at; a.deaf > 0 && left > 0 {
+		if left := a.deaf + 10*time.Second - a.w.at; left > 0 {
 			a.programmed(left)
 			return
 		}

@@ -146,9 +146,9 @@ func TestTwoEvictionsOfOneBudget(t *testing.T) {
 		must(t, err)
 		return slices.DeleteFunc(pods, func(p corev1.Pod) bool { return p.DeletionTimestamp != nil })
 	}
-	// round evicts n pods at once. gone are those of them that have gone, at the latest since
-	// unrouted was read. It returns how long the first eviction took.
-	round := func(n int, look func(unrouted, gone []string)) (first time.Duration) {
+	// round evicts n pods at once, and returns how long the first eviction took. ended are those of
+	// them that were terminating or deleted just after unrouted was read.
+	round := func(n int, look func(unrouted, ended []string)) (first time.Duration) {
 		must(t, s.Await(t.Context(), sh.ns, "web"))
 		harness.Until(t, time.Minute, "the budget has room", func() bool {
 			return sh.hasRoom(t) && len(sh.unrouted(t)) == 0
@@ -168,13 +168,13 @@ func TestTwoEvictionsOfOneBudget(t *testing.T) {
 				return <-all
 			case <-time.After(50 * time.Millisecond):
 				unrouted, there := sh.unrouted(t), live()
-				var gone []string
+				var ended []string
 				for _, p := range pods {
 					if !slices.ContainsFunc(there, func(o corev1.Pod) bool { return o.UID == p.UID }) {
-						gone = append(gone, string(p.UID))
+						ended = append(ended, string(p.UID))
 					}
 				}
-				look(unrouted, gone)
+				look(unrouted, ended)
 			}
 		}
 	}
@@ -185,15 +185,15 @@ func TestTwoEvictionsOfOneBudget(t *testing.T) {
 	}
 	rounds, both, changed := harness.Number(t, "ROUNDS", 20), 0, 0
 	for i := range rounds {
-		// drained are the pods that were unrouted while none had gone, went those that went first.
+		// drained are the pods that were unrouted while none had ended, went those that went first.
 		var drained, went []string
-		first := round(2, func(unrouted, gone []string) {
+		first := round(2, func(unrouted, ended []string) {
 			if len(unrouted) > 1 {
 				both++
 				t.Errorf("round %d: %d pods of the budget are unrouted at one time", i, len(unrouted))
 			}
 			if went == nil {
-				went = gone
+				went = ended
 			}
 			if went == nil {
 				drained = append(drained, unrouted...)
