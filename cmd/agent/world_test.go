@@ -61,10 +61,13 @@ func (s *server) up() {
 	if s.address == "" {
 		s.address = planes.FreeAddress(s.t)
 	}
-	l, err := net.Listen("tcp", s.address)
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	var l net.Listener
+	// A process that was being started while the server went away may have a copy of its listener.
+	planes.Until(s.t, "nothing listens on "+s.address, func() bool {
+		var err error
+		l, err = net.Listen("tcp", s.address)
+		return err == nil
+	})
 	s.running = &httptest.Server{Listener: l, Config: &http.Server{Handler: s.handler}}
 	if s.tls {
 		s.running.StartTLS()

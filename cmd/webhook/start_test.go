@@ -5,35 +5,28 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 // A replica that starts while the API server is away waits for it. If it ended, the kubelet would
 // start it again with longer and longer pauses, and deletions would continue without review for
 // minutes after the API server is back.
 func TestItStartsBeforeTheAPIServer(t *testing.T) {
-	free := func() string {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer l.Close()
-		return l.Addr().String()
-	}
-	probes, kubeconfig := free(), filepath.Join(t.TempDir(), "kubeconfig")
+	probes, kubeconfig := planes.FreeAddress(t), filepath.Join(t.TempDir(), "kubeconfig")
 	if err := os.WriteFile(kubeconfig, fmt.Appendf(nil, `apiVersion: v1
 kind: Config
 current-context: c
 contexts: [{name: c, context: {cluster: c, user: u}}]
 clusters: [{name: c, cluster: {server: 'https://%s'}}]
 users: [{name: u, user: {token: t}}]
-`, free()), 0o600); err != nil {
+`, planes.FreeAddress(t)), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())

@@ -7,6 +7,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -115,9 +116,15 @@ func FreeAddress(t testing.TB) string {
 	first := l.Addr().(*net.TCPAddr).Port
 	for range blockPorts {
 		port := first + 1 + int(portsGiven.Add(1)%(blockPorts-1))
-		if l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port)); err == nil {
-			l.Close()
-			return l.Addr().String()
+		address := fmt.Sprintf("127.0.0.1:%d", port)
+		// Listening would not do: a process that is being started while the listener is closed has
+		// a copy, and keeps the port until its program begins.
+		conn, err := net.Dial("tcp", address)
+		if errors.Is(err, syscall.ECONNREFUSED) {
+			return address
+		}
+		if err == nil {
+			conn.Close()
 		}
 	}
 	t.Fatalf("no free port from %d to %d", first+1, first+blockPorts-1)

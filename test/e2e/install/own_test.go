@@ -16,6 +16,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/test/cluster"
 	"github.com/lameduck-io/lameduck/test/e2e/harness"
+	"github.com/lameduck-io/lameduck/test/planes"
 )
 
 // With files that are brought along, by operators or by cert-manager, the coordinator serves what
@@ -55,15 +56,7 @@ subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: "` + account 
 		t.Fatal(err)
 	}
 	bring(first, "the-first-secret-of-all")
-	port := func() string {
-		listener, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer listener.Close()
-		return listener.Addr().String()
-	}
-	address, people := port(), port()
+	address, people := planes.FreeAddress(t), planes.FreeAddress(t)
 	log, err := os.Create(filepath.Join(dir, "log"))
 	if err != nil {
 		t.Fatal(err)
