@@ -88,6 +88,8 @@ type agent struct {
 	expiries map[drain.UID]map[string]time.Time
 	// dead are the pods that this life has seen terminating, for the checks.
 	dead map[drain.UID]bool
+	// unsure is until when a removal that was not answered may be carried out, for the checks.
+	unsure map[health.Key]time.Duration
 	// heard is what the watch has brought last.
 	heard *source.Heard
 	// barred is the namespace that it may not list for the time being, and withheld what it would
@@ -149,6 +151,7 @@ func (a *agent) start() {
 	a.up, a.started, a.left = true, w.at, false
 	a.hooks, a.broken = nil, nil
 	a.dead, a.expiries, a.heard = map[drain.UID]bool{}, map[drain.UID]map[string]time.Time{}, &source.Heard{}
+	a.unsure = map[health.Key]time.Duration{}
 	a.programming, a.learned = false, false
 	a.barred, a.withheld, a.synced = "", map[int]slice{}, false
 	a.stepping, a.poked, a.generation = false, false, ""
@@ -537,6 +540,7 @@ func (a *agent) apply(ops []health.Op) {
 	if deaf {
 		took = gateway.CallTimeout
 	}
+	began := w.at
 	w.after(&a.proc, took, func() {
 		var errs []error
 		for i, op := range ops {
@@ -561,7 +565,7 @@ func (a *agent) apply(ops []health.Op) {
 			}
 			a.log("%s", op)
 			a.gw.apply(op)
-			a.checkLast(op)
+			a.checkLast(op, began)
 			if i == len(ops)/2 && a.dies("between two operations") {
 				return
 			}
@@ -576,10 +580,14 @@ const overtaken = 10 * time.Second
 // overtake has the gateway carry out op later, or not at all.
 func (a *agent) overtake(op health.Op) {
 	w := a.w
+	answers := max(0, a.deaf-w.at)
+	if op.Want != health.WantRouted {
+		a.unsure[op.Key] = w.at + answers + overtaken
+	}
 	if w.chance(100) {
 		return
 	}
-	w.after(&a.proc, max(0, a.deaf-w.at)+w.between(0, overtaken), func() {
+	w.after(&a.proc, answers+w.between(0, overtaken), func() {
 		if a.gw.up {
 			a.log("the gateway carries out %s late", op)
 			a.gw.apply(op)

@@ -318,9 +318,20 @@ func (a *agent) checkOps(ops []health.Op) {
 	}
 }
 
-// checkLast looks at a pool after a living pod was taken out.
-func (a *agent) checkLast(op health.Op) {
+// checkLast looks at a pool after a living pod was taken out by what was asked at began. If lost
+// commands might still have taken out both this and another target of the pool, the agent could not
+// keep one for certain.
+func (a *agent) checkLast(op health.Op, began time.Duration) {
 	if op.Want != health.WantRemoved || strconv.Itoa(a.gw.generation) != a.generation {
+		return
+	}
+	unsure := 0
+	for k, until := range a.unsure {
+		if k.Pool == op.Key.Pool && began < until {
+			unsure++
+		}
+	}
+	if unsure > 1 && began < a.unsure[op.Key] {
 		return
 	}
 	if p := a.w.api.find(op.Key.Target.UID); p.terminating {
