@@ -10,8 +10,9 @@ export CGO_ENABLED := 0
 export PATH := $(PATH):/usr/sbin:/usr/local/sbin
 BIN := $(CURDIR)/bin
 MODULES := . test/cluster test/e2e tools/release
-# Where one of these began last, it would run alone at the end.
-test/e2e_FIRST := ./scenarios ./install ./dashboard ./witness
+# These tests wait more than they compute: one package more than there are processors runs at a time. The four
+# take longest. Where one of them began last, it would run alone at the end.
+test/e2e_ARGS := -p $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) ./scenarios ./install ./dashboard ./witness
 # The module's own go.sum, which the sum covers, pins what it requires.
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2@v2.15.0
 GOLANGCI_LINT_SUM := h1:w94zf8HAYI7hm3164kwKsvZRuqXvY+YxeFoTbu1OLg8=
@@ -78,7 +79,7 @@ demo: haproxy ## one rolling update under load, three times: unprotected, preSto
 
 .PHONY: test
 test: haproxy haproxy28 envoy envoy139 traefik keepalived lua chromium axe prometheus node-packages kubernetes ## every test, with -race, against the real control plane and the real HAProxy
-	@$(foreach m,$(MODULES),echo "== module $m"; (cd $m && go vet ./... && CGO_ENABLED=1 go test -race -count=1 -timeout 20m $($m_FIRST) ./...) || exit 1;)
+	@$(foreach m,$(MODULES),echo "== module $m"; (cd $m && go vet ./... && CGO_ENABLED=1 go test -race -count=1 -timeout 20m $($m_ARGS) ./...) || exit 1;)
 	@echo "== HAProxy 2.8 and Envoy 1.39"; CGO_ENABLED=1 HAPROXY=haproxy28 ENVOY=envoy139 go test -race -count=1 -timeout 20m ./pkg/gateway/haproxy ./pkg/gateway/envoy
 
 .PHONY: bench
@@ -97,9 +98,7 @@ e2e: haproxy envoy traefik contour node-packages kubernetes build ## three real 
 	@echo "== images, made"; $(MAKE) --no-print-directory images VERSION=dev REGISTRY=docker.io/lameduck
 	@echo "== images, checked"; cd tools/release && LAMEDUCK_DIST=$(DIST) LAMEDUCK_VERSION=dev go test -count=1 -timeout 20m -run '^(TestImages|TestTheSameEverywhere|TestArchive|TestPush)$$' .
 	@echo "== test/cluster/machine"; cd test/cluster && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 15m -v ./machine
-	@echo "== test/e2e/kubeproxy"; cd test/e2e && go vet -tags e2e,long ./... && go test -tags e2e -count=1 -timeout 10m ./kubeproxy
-	@echo "== test/e2e/images"; cd test/e2e && LAMEDUCK_DIST=$(DIST) go test -tags e2e -count=1 -timeout 10m ./images
-	@echo "== test/e2e/quickstart"; cd test/e2e && LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout 20m -v ./quickstart
+	@echo "== test/e2e: kubeproxy, images, quickstart"; cd test/e2e && go vet -tags e2e,long ./... && LAMEDUCK_DIST=$(DIST) LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout 20m -v ./quickstart ./kubeproxy ./images
 	@echo "== test/e2e/nodes"; cd test/e2e && RUNS=$(RUNS) LAMEDUCK_DIST=$(DIST) LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout $$((10 + 20 * $(RUNS)))m -v ./nodes
 
 .PHONY: chart

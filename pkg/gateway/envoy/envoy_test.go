@@ -140,6 +140,7 @@ func unhealthy(b *gatewaytest.Backend) endpoint { return endpoint{b.Addr, "UNHEA
 // The two ways in which control planes take an endpoint out: Contour and Istio remove it, Envoy
 // Gateway calls it DRAINING until the pod is gone.
 func TestContract(t *testing.T) {
+	t.Parallel()
 	for name, out := range map[string]func(a *gatewaytest.Backend) []endpoint{
 		"removed":  func(*gatewaytest.Backend) []endpoint { return nil },
 		"draining": func(a *gatewaytest.Backend) []endpoint { return []endpoint{draining(a)} },
@@ -166,6 +167,7 @@ func TestContract(t *testing.T) {
 // Envoy sends to DRAINING hosts once fewer than half of the others are healthy
 // (envoyproxy/envoy#46800). Without this they are Removed, and get requests after SIGTERM.
 func TestPanicRoutingReachesDrainingHosts(t *testing.T) {
+	t.Parallel()
 	a, b := gatewaytest.StartBackend(t, "127.0.71.3"), gatewaytest.StartBackend(t, "127.0.71.4")
 	c, d := gatewaytest.StartBackend(t, "127.0.71.5"), gatewaytest.StartBackend(t, "127.0.71.10")
 	for _, tt := range []struct {
@@ -227,6 +229,7 @@ func TestPanicRoutingReachesDrainingHosts(t *testing.T) {
 
 // A request that waits for a connection runs nowhere yet, and is lost if its pod ends.
 func TestARequestThatWaitsForAConnectionKeepsItFromIdle(t *testing.T) {
+	t.Parallel()
 	a, b := blackhole(t, "127.0.71.6"), gatewaytest.StartBackend(t, "127.0.71.7")
 	p := start(t, "common_lb_config: {healthy_panic_threshold: {value: 0}}", endpoint{a, "HEALTHY"})
 	w := p.observe().Watch([]netip.AddrPort{a}, func() {})
@@ -261,6 +264,7 @@ func openTo(t *testing.T, target netip.AddrPort) (n int) {
 // A stopped Envoy does what it was told last once it continues. Another process is another
 // generation, whose predecessor's readings prove nothing.
 func TestAStoppedEnvoyIsUnknown(t *testing.T) {
+	t.Parallel()
 	a, b := gatewaytest.StartBackend(t, "127.0.71.8"), gatewaytest.StartBackend(t, "127.0.71.9")
 	p := start(t, "", healthy(a), healthy(b))
 	g := p.observe()
@@ -292,6 +296,7 @@ func TestAStoppedEnvoyIsUnknown(t *testing.T) {
 // A process that another one has replaced without an interruption goes on answering on connections
 // that it has, and says nothing of the other one.
 func TestAHotRestartIsNoticed(t *testing.T) {
+	t.Parallel()
 	a := gatewaytest.StartBackend(t, "127.0.71.10")
 	id := strconv.Itoa(os.Getpid()) // of the memory that the two processes share
 	p := startWith(t, []string{"--base-id", id}, "", healthy(a))

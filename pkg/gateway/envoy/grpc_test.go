@@ -152,6 +152,7 @@ func (p *proxy) load() (stop func() (int64, []error)) {
 // No unary call fails when the server ends once the pod is Idle, whether it exits, or says GOAWAY
 // and ends what it has begun. The twin that ends at once loses calls.
 func TestUnaryCallsWhileAPodIsDrained(t *testing.T) {
+	t.Parallel()
 	ends := map[string]func(s *rpcServer) error{
 		"exits":  func(s *rpcServer) error { return s.Close() },
 		"GOAWAY": func(s *rpcServer) error { return s.Shutdown(context.Background()) },
@@ -200,6 +201,7 @@ func TestUnaryCallsWhileAPodIsDrained(t *testing.T) {
 // back counts from 0. New calls go elsewhere. A connection that Envoy keeps to a DRAINING host is
 // then neither waited for nor used.
 func TestAStreamIsWaitedFor(t *testing.T) {
+	t.Parallel()
 	for _, tt := range []struct {
 		out             string
 		forgotten, away bool
