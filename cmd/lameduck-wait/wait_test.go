@@ -72,15 +72,7 @@ func silent(t *testing.T) string {
 }
 
 // away is an address at which no process listens.
-func away(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
-}
+const away = "127.0.0.1:1"
 
 // call runs the program and returns its exit code, what it wrote, and how long it took.
 func call(t *testing.T, args ...string) (int, string, time.Duration) {
@@ -122,7 +114,7 @@ func TestTheHookGoesOn(t *testing.T) {
 			w.(http.Flusher).Flush()
 			<-r.Context().Done()
 		}), 200 * time.Millisecond, "", 200 * time.Millisecond, 5 * time.Second},
-		{"away", away(t), time.Minute, "did not wait any longer", 0, 5 * time.Second},
+		{"away", away, time.Minute, "did not wait any longer", 0, 5 * time.Second},
 		{"knows no such pod", agent(t, http.NotFound), time.Minute, "404", 0, 5 * time.Second},
 		{"has too many", agent(t, func(w http.ResponseWriter, _ *http.Request) {
 			http.Error(w, "too many waits", http.StatusTooManyRequests)
@@ -155,7 +147,7 @@ func TestOwnHook(t *testing.T) {
 		w.WriteHeader(http.StatusInternalServerError) // which does not matter to kubelets either
 	})
 	_, port, _ := net.SplitHostPort(app)
-	closed := away(t)
+	closed := away
 	for _, c := range []struct {
 		name string
 		args []string
@@ -312,7 +304,7 @@ func TestInstall(t *testing.T) {
 		t.Errorf("left behind: %v", left)
 	}
 	// It runs, from where it was put.
-	cmd, out := command(t, path, "--agent="+away(t), "--id=x", "--container=web")
+	cmd, out := command(t, path, "--agent="+away, "--id=x", "--container=web")
 	if err := cmd(); err == nil || !strings.Contains(out.String(), "did not wait any longer") {
 		t.Errorf("the installed program: %v, %s", err, out)
 	}

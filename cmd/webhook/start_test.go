@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"io"
@@ -12,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lameduck-io/lameduck/test/agenttest"
 	"github.com/lameduck-io/lameduck/test/planes"
 )
 
@@ -32,7 +32,7 @@ users: [{name: u, user: {token: t}}]
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	ended := make(chan error, 1)
-	var out bytes.Buffer
+	var out agenttest.Log
 	go func() {
 		ended <- run(ctx, []string{"--kubeconfig", kubeconfig, "--probes-address", probes,
 			"--admission-address=127.0.0.1:0", "--agents-address=127.0.0.1:0", "--metrics-address=127.0.0.1:0",
@@ -63,8 +63,9 @@ users: [{name: u, user: {token: t}}]
 	if code, text := ask("/readyz"); code != http.StatusServiceUnavailable {
 		t.Errorf("/readyz: %d %s", code, text)
 	}
+	planes.Until(t, "the log says why", func() bool { return strings.Contains(out.String(), "connection refused") })
 	cancel()
-	if err := <-ended; err != nil || !strings.Contains(out.String(), "connection refused") {
-		t.Errorf("%v, and the log does not say why it is not ready:\n%s", err, &out)
+	if err := <-ended; err != nil {
+		t.Error(err)
 	}
 }

@@ -59,8 +59,8 @@ const ServiceRange = "10.96.0.0/16"
 const apiAddress = "10.244.0.1"
 
 // Ports below firstEphemeral are never given to outgoing connections inside, so a port that was
-// free a moment ago still is.
-const firstEphemeral = 15000
+// free a moment ago still is. Those of planes.FreeAddress are below it, too.
+const firstEphemeral = 31000
 
 var nextPort atomic.Int64
 

@@ -114,6 +114,7 @@ func FreeAddress(t testing.TB) string {
 		t.Fatalf("no free block of ports: %v", err)
 	}
 	first := l.Addr().(*net.TCPAddr).Port
+	var why error
 	for range blockPorts {
 		port := first + 1 + int(portsGiven.Add(1)%(blockPorts-1))
 		address := fmt.Sprintf("127.0.0.1:%d", port)
@@ -126,8 +127,9 @@ func FreeAddress(t testing.TB) string {
 		if err == nil {
 			conn.Close()
 		}
+		why = err
 	}
-	t.Fatalf("no free port from %d to %d", first+1, first+blockPorts-1)
+	t.Fatalf("no free port from %d to %d: %v", first+1, first+blockPorts-1, why)
 	return ""
 }
 

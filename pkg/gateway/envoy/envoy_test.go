@@ -52,7 +52,7 @@ static_resources:
   clusters:
   - name: web
     type: EDS
-    connect_timeout: 5s
+    connect_timeout: 10s
     eds_cluster_config:
       eds_config: {path_config_source: {path: %[1]s/eds.yaml, watched_directory: {path: %[1]s}}}
     %[3]s
@@ -238,7 +238,7 @@ func TestARequestThatWaitsForAConnectionKeepsItFromIdle(t *testing.T) {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	wg.Go(func() {
-		_, end, _ := gatewaytest.Stream(p.url) // its connect timeout, 3 s, ends it
+		_, end, _ := gatewaytest.Stream(p.url) // its connect timeout ends it
 		end()
 	})
 	planes.Until(t, "it connects", func() bool { return openTo(t, a) > 0 })

@@ -29,7 +29,6 @@ var flips = flag.Int("flips", 5, "how often TestWorkersFollow takes a host out, 
 // without the host (one each millisecond) the last request for it arrived: an upper bound, by which
 // settle is chosen (decision 32). Nothing that is sent after Removed may arrive.
 func TestWorkersFollow(t *testing.T) {
-	t.Parallel()
 	var phase, last, late atomic.Int64
 	a := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
 		last.Store(time.Now().UnixNano())

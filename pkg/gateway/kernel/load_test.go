@@ -172,7 +172,9 @@ func TestABackendIsKilledUnderLoad(t *testing.T) {
 		for _, protected := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s, protected %t", name, protected), func(t *testing.T) {
 				p := newPod(t, false)
-				p.config.Services[0].HTTP1Quiet = "5ms" // less than a file may say: the worst case
+				if name != unpooled {
+					p.config.Services[0].HTTP1Quiet = "5ms" // less than a file may say: the worst case
+				}
 				a, process := startBackend(t)
 				b, _ := startBackend(t)
 				c, _ := startBackend(t)

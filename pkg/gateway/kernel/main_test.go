@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -77,6 +78,25 @@ func newPod(t testing.TB, systemd bool) *pod {
 	if pins == "" {
 		gatewaytest.Missing(t, "right to load programs: run as root", os.ErrPermission)
 	}
+	setUp(t, pins)
+	root := "/sys/fs/cgroup"
+	if _, err := os.Stat(root + "/unified"); err == nil {
+		root += "/unified"
+	}
+	top := filepath.Join(root, fmt.Sprintf("lameduck-test-%d-%08x", os.Getpid(), rand.Uint32()))
+	if systemd {
+		return newPodIn(t, root, top+"/kubepods.slice/kubepods-burstable.slice", "kubepods-burstable-pod%s.slice")
+	}
+	return newPodIn(t, root, top+"/kubepods/burstable", "pod%s")
+}
+
+var settingUp sync.Mutex
+
+// setUp mounts a bpffs at pins and brings the loopback interface up, unless that is done.
+func setUp(t testing.TB, pins string) {
+	t.Helper()
+	settingUp.Lock()
+	defer settingUp.Unlock()
 	var fsType unix.Statfs_t
 	if err := unix.Statfs(pins, &fsType); err != nil {
 		t.Fatal(err)
@@ -89,15 +109,6 @@ func newPod(t testing.TB, systemd bool) *pod {
 			t.Fatalf("%v: %s", err, out)
 		}
 	}
-	root := "/sys/fs/cgroup"
-	if _, err := os.Stat(root + "/unified"); err == nil {
-		root += "/unified"
-	}
-	top := filepath.Join(root, fmt.Sprintf("lameduck-test-%d-%08x", os.Getpid(), rand.Uint32()))
-	if systemd {
-		return newPodIn(t, root, top+"/kubepods.slice/kubepods-burstable.slice", "kubepods-burstable-pod%s.slice")
-	}
-	return newPodIn(t, root, top+"/kubepods/burstable", "pod%s")
 }
 
 // newPodIn makes a pod in a folder of cgroups, whose name there is as format says.

@@ -425,7 +425,7 @@ func TestLivenessRestart(t *testing.T) {
 	ctx, _, client, n, namespace := setup(t)
 	s := grace(preStop(spec(), v1.LifecycleHandler{Exec: &v1.ExecAction{Command: []string{"true"}}}), 5)
 	s.Containers[0].LivenessProbe = httpProbe("/live")
-	s.Containers[0].LivenessProbe.FailureThreshold = 2 // the first comes early
+	s.Containers[0].LivenessProbe.InitialDelaySeconds = 3 // its program may take some to listen
 	pod := create(t, ctx, client, n, namespace, s)
 	pod, err := client.CoreV1().Pods(namespace).Get(ctx, pod.Name, metav1.GetOptions{})
 	if err != nil {

@@ -85,7 +85,7 @@ func TestTimeout(t *testing.T) {
 		query   string
 		want    time.Duration
 	}{
-		{"1 s", 1, "", time.Second},
+		{"3 s", 3, "", 3 * time.Second},
 		{"5 s", 5, "", 5 * time.Second},
 		{"30 s", 30, "", 30 * time.Second},
 		{"the client grants less", 30, "?timeout=8s", 8 * time.Second},
@@ -101,8 +101,17 @@ func TestTimeout(t *testing.T) {
 				`{"apiVersion":"policy/v1","kind":"Eviction","metadata":{"name":"web"},"deleteOptions":{"dryRun":["All"]}}`)
 			s.request(http.MethodDelete, s.path("web")+test.query, "")
 			all := h.reviews()
-			if len(all) != 2 || all[0].timeout != test.want || all[1].timeout != test.want {
-				t.Errorf("an eviction and a deletion: %v, want %s each", all, test.want)
+			if len(all) != 2 {
+				t.Fatalf("an eviction and a deletion: %v", all)
+			}
+			least := test.want
+			if test.want < time.Duration(test.seconds)*time.Second {
+				least -= 3 * time.Second // what a busy machine takes before it asks is taken off it
+			}
+			for _, r := range all {
+				if r.timeout > test.want || r.timeout < least {
+					t.Errorf("%v, want %s", r, test.want)
+				}
 			}
 		})
 	}
@@ -166,8 +175,8 @@ func TestNoAnswerIsPermission(t *testing.T) {
 		cut <- time.Since(r.arrived)
 		return deny(http.StatusTooManyRequests, 1)
 	}, func(w *admissionregistrationv1.ValidatingWebhook) {
-		second, ignore := int32(1), admissionregistrationv1.Ignore
-		w.TimeoutSeconds, w.FailurePolicy = &second, &ignore
+		seconds, ignore := int32(3), admissionregistrationv1.Ignore
+		w.TimeoutSeconds, w.FailurePolicy = &seconds, &ignore
 	})
 	s.pod("web")
 	if err := s.delete("web", metav1.DeleteOptions{}); err != nil {

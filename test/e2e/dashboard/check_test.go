@@ -178,6 +178,10 @@ func TestCheck(t *testing.T) {
 		if err := s.Apply(t.Context(), fmt.Sprintf(quota, stage.System)); err != nil {
 			t.Fatal(err)
 		}
+		harness.Until(t, 30*time.Second, "the quota is counted", func() bool {
+			got, err := s.Kube.CoreV1().ResourceQuotas(stage.System).Get(t.Context(), "none", metav1.GetOptions{})
+			return err == nil && len(got.Status.Hard) > 0
+		})
 		if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment", "lameduck-webhook-0",
 			"--replicas=1"); err != nil {
 			t.Fatalf("%v: %s", err, out)

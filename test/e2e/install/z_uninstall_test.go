@@ -90,7 +90,7 @@ func TestUninstall(t *testing.T) {
 			began := time.Now()
 			err = s.Kube.CoreV1().Pods(ns).Delete(t.Context(), pods[int(deleted.Load())%len(pods)].Name,
 				metav1.DeleteOptions{DryRun: []string{metav1.DryRunAll}})
-			// One that no coordinator answers takes the timeoutSeconds of the webhook, 5 s.
+			// One that no coordinator answers takes the timeoutSeconds of the webhook, 4 s.
 			if took := time.Since(began); err != nil && !apierrors.IsNotFound(err) || took > 4*time.Second {
 				t.Errorf("a deletion took %s: %v", took, err)
 			}

@@ -275,7 +275,9 @@ func (l *lab) testUnchanged(t *testing.T, node *machine.Machine, g unchanged, al
 			measured := l.measure(t, updates, m, how, via)
 			*rows = append(*rows, measured...)
 			exits := measured[slices.Index(apps, "exit")]
-			most, lost := max(1, mayLose*exits.Requests/10_000), exits.Failed
+			// One update in CI has a thousand requests, of which one or two are lost: up to five
+			// count as few.
+			most, lost := max(5, mayLose*exits.Requests/10_000), exits.Failed
 			if g.noPool {
 				most = 0
 			}

@@ -25,14 +25,8 @@ func open(t *testing.T) *stage.Stage {
 		WebhookArgs: []string{"--dashboard-address=$(POD_IP):9445"}})
 }
 
-// clients sends requests until the returned function is called.
-func clients(t *testing.T, address string, keepAlive bool) func() load.Result {
-	t.Helper()
-	return runClients(t, address, keepAlive).Stop
-}
-
-// runClients sends requests until they are stopped.
-func runClients(t *testing.T, address string, keepAlive bool) *load.Load {
+// clients sends requests until they are stopped.
+func clients(t *testing.T, address string, keepAlive bool) requests {
 	t.Helper()
 	l, err := load.Run(t.Context(), load.Options{
 		Target: "http://" + address + "/", Rate: 150, Timeout: 30 * time.Second, KeepAlive: keepAlive, DropClosed: true,
@@ -43,5 +37,23 @@ func runClients(t *testing.T, address string, keepAlive bool) *load.Load {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { l.Stop() })
-	return l
+	return requests{l, t, harness.Stalls(t)}
+}
+
+// requests are what clients send until they are stopped. stalled counts how often the machine has
+// stood still meanwhile.
+type requests struct {
+	*load.Load
+	t       *testing.T
+	stalled func() int
+}
+
+// Answered stops them. It is an error that one has failed while the machine ran.
+func (r requests) Answered() load.Result {
+	r.t.Helper()
+	got := r.Stop()
+	if got.Failed > 0 && r.stalled() == 0 || got.Total == 0 {
+		r.t.Errorf("%d of %d requests failed: %v\n%v", got.Failed, got.Total, got.FailedBy, got.Failures)
+	}
+	return got
 }

@@ -216,7 +216,7 @@ func TestAStatefulSetWithSlowAcknowledgements(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	stop := clients(t, address, false)
+	sent := clients(t, address, false)
 	settle(t, work) // so that requests run
 	if out, err := s.Cluster.Kubectl(t.Context(), "-n", ns, "rollout", "restart", "statefulset/web"); err != nil {
 		t.Fatalf("%v: %s", err, out)
@@ -224,9 +224,7 @@ func TestAStatefulSetWithSlowAcknowledgements(t *testing.T) {
 	settle(t, 500*time.Millisecond)
 	await()
 	settle(t, time.Second)
-	if got := stop(); got.Failed > 0 || got.Total == 0 {
-		t.Errorf("%d of %d requests failed: %v\n%v", got.Failed, got.Total, got.FailedBy, got.Failures)
-	}
+	sent.Answered()
 	var order []string
 	for _, a := range answers(t, s, ns) {
 		if strings.HasPrefix(a.Pod, "web-") && a.Reason != "Terminating" && a.Reason != "PodDeleted" {

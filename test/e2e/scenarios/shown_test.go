@@ -105,15 +105,18 @@ func TestEachReplicaShowsAll(t *testing.T) {
 		return nil
 	})
 	for i := range coordinators {
-		var own, all api.View
-		if err := errors.Join(get(&coordinators[i], api.ViewPath, &own),
-			get(&coordinators[i], api.ViewPath+"?replicas=all", &all)); err != nil {
-			t.Fatal(err)
-		}
-		other := coordinators[1-i].Name
-		if len(own.With) > 0 || len(all.With) != 1 || all.With[0] != other || len(all.Silent) > 0 {
-			t.Errorf("%s alone is with %v; of all it is with %v, not %v; want %s", coordinators[i].Name, own.With,
-				all.With, all.Silent, other)
-		}
+		harness.Await(t, 10*time.Second, "each replica shows what the other has", func() error {
+			var own, all api.View
+			if err := errors.Join(get(&coordinators[i], api.ViewPath, &own),
+				get(&coordinators[i], api.ViewPath+"?replicas=all", &all)); err != nil {
+				return err
+			}
+			other := coordinators[1-i].Name
+			if len(own.With) > 0 || len(all.With) != 1 || all.With[0] != other || len(all.Silent) > 0 {
+				return fmt.Errorf("%s alone is with %v; of all it is with %v, not %v; want %s", coordinators[i].Name,
+					own.With, all.With, all.Silent, other)
+			}
+			return nil
+		})
 	}
 }

@@ -187,10 +187,11 @@ func TestTwoEvictionsOfOneBudget(t *testing.T) {
 	for i := range rounds {
 		// drained are the pods that were unrouted while none had ended, went those that went first.
 		var drained, went []string
+		judge := judges(t, s)
 		first := round(2, func(unrouted, ended []string) {
 			if len(unrouted) > 1 {
 				both++
-				t.Errorf("round %d: %d pods of the budget are unrouted at one time", i, len(unrouted))
+				judge("round %d: %d pods of the budget are unrouted at one time", i, len(unrouted))
 			}
 			if went == nil {
 				went = ended
@@ -202,11 +203,11 @@ func TestTwoEvictionsOfOneBudget(t *testing.T) {
 		other := slices.DeleteFunc(drained, func(uid string) bool { return slices.Contains(went, uid) })
 		if went != nil && len(other) > 0 {
 			changed++
-			t.Errorf("round %d: %s was drained before %s went, which was the first", i, other, went)
+			judge("round %d: %s was drained before %s went, which was the first", i, other, went)
 		}
 		longest = max(longest, first)
 		if first > 10*time.Second {
-			t.Errorf("round %d: neither went within %s", i, first)
+			judge("round %d: neither went within %s", i, first)
 		}
 	}
 	t.Logf("%d coordinators, %d rounds: both unrouted %d times; both refused for %.1f s at the longest, for more "+
@@ -234,6 +235,29 @@ func evict(t *testing.T, s *stage.Stage, pod *corev1.Pod, began time.Time) time.
 	return time.Since(began)
 }
 
+// apart is how many times coordinators have not reached each other until now. What they promise
+// together does not hold meanwhile.
+func apart(t *testing.T, s *stage.Stage) int {
+	t.Helper()
+	log, err := s.Logs(t.Context(), stage.System, "app.kubernetes.io/component=webhook", "webhook")
+	must(t, err)
+	return strings.Count(log, "replica does not answer")
+}
+
+// judges returns what t.Errorf is while coordinators reach each other from now on, and t.Logf once
+// they did not.
+func judges(t *testing.T, s *stage.Stage) func(format string, args ...any) {
+	before := apart(t, s)
+	return func(format string, args ...any) {
+		t.Helper()
+		if n := apart(t, s) - before; n > 0 {
+			t.Logf("not judged, coordinators did not reach each other %d times: "+format, append([]any{n}, args...)...)
+			return
+		}
+		t.Errorf(format, args...)
+	}
+}
+
 // All pods of a Service are deleted at once: at most half of them are unrouted at one time, by both
 // coordinators together. That is promised while they reach each other: a round in which they did
 // not, because the machine had no time for a second, is repeated.
@@ -241,15 +265,10 @@ func TestHalfOfAService(t *testing.T) {
 	s := open(t)
 	must(t, s.AwaitCoordinators(t.Context()))
 	const pods, rounds = 20, 3
-	apart := func() int {
-		log, err := s.Logs(t.Context(), stage.System, "app.kubernetes.io/component=webhook", "webhook")
-		must(t, err)
-		return strings.Count(log, "replica does not answer")
-	}
 	for round := 1; ; round++ {
-		before := apart()
+		before := apart(t, s)
 		most := deleteAll(t, s, pods)
-		silent := apart() - before
+		silent := apart(t, s) - before
 		t.Logf("%d of %d pods were unrouted at one time at most; coordinators did not reach each other %d times",
 			most, pods, silent)
 		if most > 0 && most <= pods/2 {
@@ -313,7 +332,7 @@ func TestKubectlDrain(t *testing.T) {
 	sh := newShop(t, s, stage.App{Replicas: pods})
 	sh.budget(t, least)
 	harness.Until(t, time.Minute, "the budget has room", func() bool { return sh.hasRoom(t) })
-	began := time.Now()
+	began, judge := time.Now(), judges(t, s)
 	drained := make(chan error, 1)
 	go func() {
 		out, err := s.Cluster.Kubectl(t.Context(), "drain", "node-1", "--pod-selector=app=web", "--timeout=90s")
@@ -344,7 +363,7 @@ func TestKubectlDrain(t *testing.T) {
 	took := time.Since(began)
 	t.Logf("%.1f s, at least %d of %d pods ready and routed", took.Seconds(), fewest, pods)
 	if fewest < least {
-		t.Errorf("%d pods were ready and routed at one time, want at least %d", fewest, least)
+		judge("%d pods were ready and routed at one time, want at least %d", fewest, least)
 	}
 	goal := "pass"
 	if took > 30*time.Second {

@@ -27,7 +27,7 @@ func TestScaleInWithSlowAcknowledgements(t *testing.T) {
 	for round := range harness.Number(t, "ROUNDS", 2) {
 		sh := newShop(t, s, stage.App{Replicas: before, Work: work})
 		stop := sh.busy(t, 10*before, work)
-		began := time.Now()
+		began, judge := time.Now(), judges(t, s)
 		_, err := s.Kube.AppsV1().Deployments(sh.ns).Patch(t.Context(), "web", types.MergePatchType,
 			[]byte(`{"spec":{"replicas":4}}`), metav1.PatchOptions{})
 		must(t, err)
@@ -56,7 +56,7 @@ func TestScaleInWithSlowAcknowledgements(t *testing.T) {
 		t.Logf("round %d: %.1f s, %d pods were taken out of traffic, %d of them live on without", round, took.Seconds(),
 			len(victims), left)
 		if alive != after || took > longest || len(victims) > most || left > 0 {
-			t.Errorf("round %d: %d pods after %s, %d were taken out of traffic and %d live on without; want %d "+
+			judge("round %d: %d pods after %s, %d were taken out of traffic and %d live on without; want %d "+
 				"within %s, at most %d, and 0",
 				round, alive, took, len(victims), left, after, longest, most)
 		}

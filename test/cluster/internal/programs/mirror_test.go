@@ -213,7 +213,7 @@ func TestDownloadCut(t *testing.T) {
 					w.Write(content)
 				})
 				if name == "stalled" {
-					m.stall = 200 * time.Millisecond
+					m.stall = 2 * time.Second
 				}
 				progress, err := try(t, m, "kube-apiserver", version)
 				if !strings.Contains(progress, "the download was cut off") || asked.Load() != 2 {
