@@ -13,20 +13,15 @@ func TestAFreeAddressStaysFree(t *testing.T) {
 	for end := time.Now().Add(time.Second); time.Now().Before(end); {
 		ended := make(chan error, 1)
 		go func() { ended <- exec.Command("true").Run() }()
-		for running := true; running; {
+		for len(ended) == 0 {
 			l, err := net.Listen("tcp", FreeAddress(t))
 			if err != nil {
 				t.Fatal(err)
 			}
 			l.Close()
-			select {
-			case err := <-ended:
-				if err != nil {
-					t.Fatal(err)
-				}
-				running = false
-			default:
-			}
+		}
+		if err := <-ended; err != nil {
+			t.Fatal(err)
 		}
 	}
 }
