@@ -78,9 +78,10 @@ demo: haproxy ## one rolling update under load, three times: unprotected, preSto
 	@$(BIN)/demo -bin $(BIN) -lag $(LAG) -rate $(RATE) -keep-alive=$(KEEPALIVE) $(if $(KEEP),-keep) -out demo.json
 
 .PHONY: test
-test: haproxy haproxy28 envoy envoy139 traefik keepalived lua chromium axe prometheus node-packages kubernetes ## every test, with -race, against the real control plane and the real HAProxy
+test: haproxy haproxy28 haproxy3 envoy envoy139 traefik keepalived lua chromium axe prometheus node-packages kubernetes ## every test, with -race, against the real control plane and the real HAProxy
 	@$(foreach m,$(MODULES),echo "== module $m"; (cd $m && go vet ./... && CGO_ENABLED=1 go test -race -count=1 -timeout 20m $($m_ARGS) ./...) || exit 1;)
 	@echo "== HAProxy 2.8 and Envoy 1.39"; CGO_ENABLED=1 HAPROXY=haproxy28 ENVOY=envoy139 go test -race -count=1 -timeout 20m ./pkg/gateway/haproxy ./pkg/gateway/envoy
+	@echo "== HAProxy of $(HAPROXY3_SUITE)"; CGO_ENABLED=1 HAPROXY=haproxy3 go test -race -count=1 -timeout 20m ./pkg/gateway/haproxy
 
 .PHONY: bench
 bench: haproxy ## every promise of speed, each against its floor in the same run; writes bench.json (SUITES=regexp)
@@ -252,6 +253,31 @@ traefik: ## Traefik, in the same way
 .PHONY: haproxy28
 haproxy28: ## HAProxy 2.8, in the same way
 	$(wheel)
+
+# HAProxy since 3.1, of Debian's next release, with every library that it is linked with, by its own loader. apt
+# verifies them by Debian's signature, and installs nothing. The version is the suite's at the time: a version that
+# is pinned would vanish from the suite.
+HAPROXY3_SUITE := forky
+KEYRING := /usr/share/keyrings/debian-archive-keyring.gpg
+
+.PHONY: haproxy3
+haproxy3: ## HAProxy 3.2 or later of Debian's suite forky, verified by Debian's signature, into the cache; its tests are skipped on a laptop without it
+	@set -e; d=$(TOOLS)/haproxy-$(HAPROXY3_SUITE); [ -x "$$d/haproxy" ] || { \
+	  for f in /usr/bin/apt-get /usr/bin/dpkg-deb $(KEYRING); do \
+	    [ -e $$f ] || { echo "$@ is missing: $$f is not there (packages apt, dpkg, debian-archive-keyring)" >&2; exit 0; }; \
+	  done; \
+	  echo "installing HAProxy of $(HAPROXY3_SUITE) into $(TOOLS)"; mkdir -p $(TOOLS); t=$$(mktemp -d $(TOOLS)/apt.XXXXXX); trap 'rm -rf "$$t"' EXIT; \
+	  mkdir -p $$t/etc/apt/preferences.d $$t/lists/partial $$t/archives/partial $$t/root; touch $$t/status; \
+	  echo "deb [signed-by=$(KEYRING)] http://deb.debian.org/debian $(HAPROXY3_SUITE) main" > $$t/etc/apt/sources.list; \
+	  apt="apt-get -qq -o Dir=$$t -o Dir::State::lists=$$t/lists -o Dir::State::status=$$t/status -o Dir::Cache::archives=$$t/archives \
+	    -o APT::Sandbox::User=root -o Debug::NoLocking=true -o Acquire::Languages=none"; \
+	  { $$apt update && $$apt install -y --no-install-recommends --download-only haproxy; } > /dev/null || \
+	    { echo "$@ is missing: its packages were not fetched, or Debian did not sign them" >&2; exit 1; }; \
+	  for p in $$t/archives/*.deb; do dpkg-deb -x $$p $$t/root; done; rm -rf $$d; mv $$t/root $$d; \
+	  l=$$(echo $$d/usr/lib/*/ld-linux-*.so.*); \
+	  printf '#!/bin/sh\nexec %s --argv0 "$$0" --library-path %s %s "$$@"\n' $$l $${l%/*} $$d/usr/sbin/haproxy > $$d/haproxy.new; \
+	  chmod +x $$d/haproxy.new; $$d/haproxy.new -v > /dev/null; mv $$d/haproxy.new $$d/haproxy; \
+	}; mkdir -p $(TOOLS)/bin && ln -sf $$d/haproxy $(TOOLS)/bin/$@; $$d/haproxy -v | head -n 1
 
 .PHONY: axe
 axe: ## axe-core, which judges the accessibility of the page, in the same way

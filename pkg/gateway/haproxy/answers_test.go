@@ -14,8 +14,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// The answers of HAProxy 2.6.12, as it wrote them. 2.8.25 writes the same, with another empty line
-// after some. Those it cannot be brought to give here are from its source and say so.
+// The answers of HAProxy 2.6.12, as it wrote them. 2.8.25 and 3.2.26 write the same, with another
+// empty line after some. Those it cannot be brought to give here are from its source and say so.
 var realAnswers = []struct {
 	command, answer string
 	want            kind
@@ -30,6 +30,8 @@ var realAnswers = []struct {
 	{"add server people/s0 127.0.0.3:9001", "Already exists a server with the same name in backend.\n\n", kindExists},
 	{"add server fixed/a 127.0.0.3:9001", "Backend must use a dynamic load balancing to support dynamic servers.\n",
 		kindStaticBalance},
+	{"add server fixed/a 127.0.0.3:9001", "Backend does not support dynamic servers : backend 'fixed' uses a non " +
+		"dynamic load balancing method.\n", kindStaticBalance}, // 3.4.7
 	{"add server agent", "Require 'backend/server'.\n", kindSyntax},
 	{"set server agent state ready", "Require 'backend/server'.\n\n", kindSyntax},
 	{"set server people/s0 state foo", "'set server <srv> state' expects 'ready', 'drain' and 'maint'.\n\n",
@@ -87,12 +89,16 @@ backend fixed
 	p.start()
 	w := p.worker()
 	p.ask(w, "set server people/used state maint")
+	known := map[string]bool{}
+	for _, c := range realAnswers {
+		known[c.command+"\n"+strings.TrimSpace(c.answer)] = true
+	}
 	for _, c := range realAnswers {
 		if c.command == "" {
 			continue
 		}
 		got := p.ask(w, c.command)
-		if strings.TrimSpace(got) != strings.TrimSpace(c.answer) &&
+		if !known[c.command+"\n"+strings.TrimSpace(got)] &&
 			!(c.want == kindTooOld && strings.HasPrefix(got, "Unknown command")) {
 			t.Errorf("%s: HAProxy says %q, the table %q", c.command, got, c.answer)
 		}

@@ -26,7 +26,7 @@ const (
 	// others: a worker of HAProxy 2.6 carries out the master's commands in any of its threads, so
 	// that a later one may be first. A thread may get no CPU time for longer, while others do.
 	lateFor = 5 * time.Second
-	// noWorker begins the master's answer for a worker that has ended.
+	// noWorker begins the master's answer for a worker that has ended or, since 3.1, still parses.
 	noWorker = "Can't find the target PID"
 )
 

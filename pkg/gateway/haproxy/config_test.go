@@ -4,7 +4,6 @@ import (
 	"errors"
 	"net/netip"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -199,9 +198,8 @@ frontend web
 	if err := writeFile(p.cfg.ServersFile, render(g.backends, w)); err != nil {
 		t.Fatal(err)
 	}
-	out, err := exec.Command(p.path, "-c", "-f", filepath.Join(p.dir, "user.cfg"), "-f",
-		p.cfg.ServersFile).CombinedOutput()
-	if err != nil || strings.Contains(string(out), "WARNING") || strings.Contains(string(out), "ALERT") {
+	out, err := p.check()
+	if err != nil || strings.Contains(out, "WARNING") || strings.Contains(out, "ALERT") {
 		t.Errorf("%v\n%s", err, out)
 	}
 }

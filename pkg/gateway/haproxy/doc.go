@@ -6,6 +6,9 @@
 // A running HAProxy consists of a master, one worker that accepts new connections, and, after
 // reloads, old workers that finish their connections. Only the master socket reaches all of them:
 // "show proc" lists the processes, and the master passes "@!<pid> <command>" on to one of them.
+// That the master lists a worker as old does not mean that it is stopping, which only "show info"
+// of the worker says. Since HAProxy 3.1 the worker that serves is an old one while a reload parses,
+// and after one that failed. In the following, an old worker is one that is stopping.
 // Each [Backend] of the configuration is a pool. The agent writes the backend's section, and adds
 // and deletes its servers, one for each pod UID and address. The name of a server contains both
 // (ld-<uid>-<ip>-<port>), so the agent needs no record of its own.
@@ -45,13 +48,15 @@
 // complete sections to Config.ServersFile, which HAProxy loads by an additional -f. The file lists
 // exactly the wanted servers, unless it could not be written. Each batch of operations replaces it
 // once, by rename, before the first command. If a reload began to parse the old file, its new
-// worker is in the list of processes that Apply reads afterwards, because the master does not
-// answer while it parses. Apply continues until every process in the list has received the change.
-// A reload that begins later parses the new file. If the file cannot be written, Apply carries out
-// everything at run time, and returns the error. A reload then brings back what the file still
-// lists, until the agent has read the new generation, and has applied everything again. The file is
-// written again with later operations and readings. A server that HAProxy refuses at run time is
-// deleted from the file again, because it would make HAProxy's next start fail.
+// worker is in the list of processes that Apply reads afterwards: the master does not answer while
+// it parses, or lists the worker that does. That one takes no command before it is ready, so until
+// then Apply fails for it, and there is no observation. Apply continues until every process in the
+// list has received the change. A reload that begins later parses the new file. If the file cannot
+// be written, Apply carries out everything at run time, and returns the error. A reload then brings
+// back what the file still lists, until the agent has read the new generation, and has applied
+// everything again. The file is written again with later operations and readings. A server that
+// HAProxy refuses at run time is deleted from the file again, because it would make HAProxy's next
+// start fail.
 //
 // Once an old worker has stopped its proxies, it answers "Proxy is disabled." to every command that
 // changes a server's state. A target that was routed at the reload can therefore not be taken out
@@ -91,23 +96,24 @@
 //
 // HAProxy refuses "del server" while the server has requests or idle pooled connections.
 // Maintenance closes the connections that are idle at that moment. A connection that becomes idle
-// later is closed after about three pool-purge-delays (5 s each unless ServerOptions sets another),
-// or when the pod ends. Nothing waits for that: the server stays in maintenance, and the caller
-// repeats the op. HAProxy before 2.6.16, 2.8.4 and 2.9 crashes on "del server" if a stream that no
-// counter includes is still bound to the server (HAProxy issues 2323 and 2378). So an op deletes a
-// server only if the server was already in maintenance and the list of streams does not name it. In
-// an old worker that did not get the command, the server stays until the worker ends.
+// later is closed at once by HAProxy 3.2, and by earlier ones after about three pool-purge-delays
+// (5 s each unless ServerOptions sets another), or when the pod ends. Nothing waits for that: the
+// server stays in maintenance, and the caller repeats the op. HAProxy before 2.6.16, 2.8.4 and 2.9
+// crashes on "del server" if a stream that no counter includes is still bound to the server
+// (HAProxy issues 2323 and 2378). So an op deletes a server only if the server was already in
+// maintenance and the list of streams does not name it. In an old worker that did not get the
+// command, the server stays until the worker ends.
 //
 // # Versions
 //
-// Tested with 2.6.12 and, by this package's tests, 2.8.25. Servers at run time exist since 2.4,
-// before 2.6 in experimental mode (kindTooOld). Columns are found by name, so later versions may
-// work. Before you use one, run this package's tests on it, above all TestRealAnswers and
-// TestReloadsAtAnyMoment: the handling of reloads relies on a master that does not answer while it
-// parses. Every answer, including a refusal, is plain text. "set severity-output number" has no
-// effect through the master, because each command is a new session in the worker. So each answer is
-// compared with the expected text of success. Any other answer is an error with a kind, kindUnknown
-// for an unrecognized text.
+// Tested with 2.6.12 and, by this package's tests, 2.8.25 and 3.2.26; by hand, 3.0.11 and 3.4.7.
+// Servers at run time exist since 2.4, before 2.6 in experimental mode (kindTooOld). Columns are
+// found by name, so later versions may work. Before you use one, run this package's tests on it,
+// above all TestRealAnswers and those of reload_test.go: the handling of reloads relies on what the
+// master lists while a worker parses. Every answer, including a refusal, is plain text. "set
+// severity-output number" has no effect through the master, because each command is a new session
+// in the worker. So each answer is compared with the expected text of success. Any other answer is
+// an error with a kind, kindUnknown for an unrecognized text.
 //
 // Each command uses a new connection with a deadline, and takes about 0.1 ms. The agent half-closes
 // the connection after the command; otherwise the master would wait for another one. The end of the

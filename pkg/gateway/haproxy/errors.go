@@ -28,7 +28,8 @@ const (
 	kindReferenced     kind = "server referenced (a use-server, track or similar line names it)"
 	kindStopping       kind = "worker is stopping (it takes no changes, and routes until its last client connection " +
 		"closes; hard-stop-after bounds that)"
-	kindGone         kind = "worker gone"
+	kindGone         kind = "worker gone, or still reading its configuration"
+	kindNoWorker     kind = "no worker takes new requests (HAProxy is starting or stopping; see its log)"
 	kindTooLong      kind = "command too long (shorten serverOptions or raise tune.bufsize)"
 	kindNoSocket     kind = "no socket (start HAProxy with -W -S and the configured path, in a shared directory)"
 	kindNotListening kind = "socket refused (HAProxy is not running)"
@@ -146,6 +147,9 @@ func classify(answer string) kind {
 		if strings.HasPrefix(text, r.prefix) {
 			return r.kind
 		}
+	}
+	if strings.Contains(text, "uses a non dynamic load balancing method") { // since HAProxy 3.4
+		return kindStaticBalance
 	}
 	if strings.Contains(text, "is not accepted for dynamic server") ||
 		strings.Contains(text, "is not supported for dynamic server") {

@@ -136,17 +136,22 @@ func (g *Gateway) steadily(ctx context.Context, look func(before processes, list
 		if err == nil && listed != again {
 			err = &failure{Command: "show proc", Kind: kindChanging, Text: before.String() + ", then " + after.String()}
 		}
-		if !gone(err) && !errors.Is(err, kindChanging) {
+		if !gone(err) && !errors.Is(err, kindChanging) && !errors.Is(err, kindNoWorker) {
 			break
 		}
 	}
 	return err
 }
 
-// current reports whether a worker accepts new requests. Without such a worker there is no evidence
-// about routing.
-func (p processes) current() bool {
-	return slices.ContainsFunc(p.Workers, func(w process) bool { return !w.Old })
+// stopping reports whether the process takes no new connections, which only itself knows: since
+// HAProxy 3.1 the master also lists the one that serves as old, while a reload parses and after one
+// that failed.
+func (g *Gateway) stopping(ctx context.Context, p process) (bool, error) {
+	if !p.Old {
+		return false, nil
+	}
+	in, err := g.info(ctx, p.PID)
+	return in.Stopping, err
 }
 
 func (g *Gateway) state(ctx context.Context, pid int, backend string) (*index, error) {
@@ -265,10 +270,9 @@ func (g *Gateway) resolve(k health.Key) (*Backend, string, error) {
 }
 
 // Apply implements gateway.Directed. It writes the servers file once, changes each live process,
-// lists the processes again, and changes the new ones. In an old worker, which accepts no new
-// connections, it carries out only removals. HAProxy refuses these too once the worker has stopped
-// its proxies. The refusal is an error (kindStopping) while a client connection of that worker can
-// still bring a request.
+// lists the processes again, and changes the new ones. In a worker that is stopping it carries out
+// only removals. HAProxy refuses these too once the worker has stopped its proxies. The refusal is
+// an error (kindStopping) while a client connection of that worker can still bring a request.
 func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 	steps := make([]*step, len(ops))
 	last := map[health.Key]*step{}
@@ -371,7 +375,8 @@ func (g *Gateway) direct(ctx context.Context, steps []*step) error {
 			maps.DeleteFunc(s.errs, func(pid int, _ error) bool { return !live[pid] })
 		}
 		idle := true
-		for _, p := range procs.Workers {
+		// Old ones first: one of them may serve while the new one, which parses, does not answer.
+		for _, p := range slices.Backward(procs.Workers) {
 			if done[p.PID] {
 				continue
 			}
@@ -382,9 +387,6 @@ func (g *Gateway) direct(ctx context.Context, steps []*step) error {
 			}
 		}
 		if idle {
-			if !procs.current() {
-				return &failure{Command: "show proc", Kind: kindGone, Text: "no worker takes new requests"}
-			}
 			return nil
 		}
 	}
@@ -406,6 +408,19 @@ func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 			delete(s.errs, p.PID)
 		}
 	}
+	err := g.mute[p.PID] // the next reading asks it again
+	stopping := p.Old
+	if !p.Old || err == nil {
+		stopping, err = g.stopping(ctx, p)
+	}
+	if err != nil {
+		for _, s := range steps {
+			if s.op.Want == health.WantRemoved || s.op.Want == health.WantAbsent {
+				s.fail(p.PID, err)
+			}
+		}
+		return !gone(err)
+	}
 	again := false
 	states := map[*Backend]*index{}
 	stateErrs := map[*Backend]error{}
@@ -417,16 +432,12 @@ func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 	all := slices.Concat(steps, deletions)
 	for i, s := range all {
 		b := s.backend
-		if p.Old && s.op.Want == health.WantRouted || s.op.Want == health.WantUnknown || !p.Old && g.former(b) {
-			continue
-		}
-		if err := g.mute[p.PID]; err != nil && p.Old {
-			s.fail(p.PID, err) // the next reading asks it again
+		if stopping && s.op.Want == health.WantRouted || s.op.Want == health.WantUnknown || !stopping && g.former(b) {
 			continue
 		}
 		if states[b] == nil && stateErrs[b] == nil {
 			states[b], stateErrs[b] = g.state(ctx, p.PID, b.Backend)
-			if p.Old && errors.Is(stateErrs[b], kindNoBackend) {
+			if stopping && errors.Is(stateErrs[b], kindNoBackend) {
 				states[b], stateErrs[b] = newIndex(nil), nil // it is newer than this worker
 			}
 		}
@@ -443,7 +454,7 @@ func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 		}
 		switch {
 		case err == nil:
-		case errors.Is(err, kindStopping) && !p.Old:
+		case errors.Is(err, kindStopping) && !stopping:
 			again = true
 			s.fail(p.PID, err)
 		case errors.Is(err, kindStopping):
@@ -622,9 +633,6 @@ func (g *Gateway) Observe(ctx context.Context, keys []health.Key) (o health.Obse
 
 func (g *Gateway) observe(ctx context.Context, keys []health.Key, before processes, listed string,
 ) (o health.Observation, err error) {
-	if !before.current() {
-		return o, &failure{Command: "show proc", Kind: kindGone, Text: "no worker takes new requests"}
-	}
 	byBackend := map[*Backend][]asked{}
 	var unnamed []health.Key
 	for _, k := range keys {
@@ -651,22 +659,29 @@ func (g *Gateway) observe(ctx context.Context, keys []health.Key, before process
 	}
 	g.mute = map[int]error{}
 	var silent error
+	serving := false // without such a worker there is no evidence about routing
 	for _, p := range before.Workers {
 		if p.Old && silent != nil {
 			g.mute[p.PID] = silent // one is enough to know nothing of any key
 			continue
 		}
-		start, err := g.observeProcess(ctx, p, byBackend, unused, &o)
+		in, err := g.observeProcess(ctx, p, byBackend, unused, &o)
 		switch {
 		case err == nil:
-			o.Generation += " " + start
+			o.Generation += " " + in.Start
+			serving = serving || !p.Old || !in.Stopping
 		case p.Old && !gone(err) && !errors.Is(err, kindChanging):
 			silent, g.mute[p.PID] = err, err
 		default:
 			return o, err
 		}
 	}
-	if silent == nil {
+	switch {
+	case !serving && silent != nil:
+		return o, silent
+	case !serving:
+		return o, &failure{Command: "show proc", Kind: kindNoWorker, Text: before.String()}
+	case silent == nil:
 		return o, nil
 	}
 	o.Generation += " ?" // so that everything is read again when the process answers
@@ -686,8 +701,8 @@ type asked struct {
 	name string
 }
 
-// observeProcess adds one process's reading of the keys to o, and returns the start time of the
-// process. If the process takes new requests and has not loaded a backend, the backend's pool is
+// observeProcess adds one process's reading of the keys to o, and returns what the process says of
+// itself. If the process takes new requests and has not loaded a backend, the backend's pool is
 // unread.
 //
 // The order of the readings matters: first the servers' states and whether the process is sealed,
@@ -696,14 +711,14 @@ type asked struct {
 // server after that. The streams are listed only for a target that is taken out, has a count of
 // zero and is not known to be unused.
 func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*Backend][]asked,
-	unused map[health.Key]bool, o *health.Observation) (start string, err error) {
-	in, err := g.info(ctx, p.PID)
-	if err != nil {
-		return "", err
+	unused map[health.Key]bool, o *health.Observation) (in info, err error) {
+	if in, err = g.info(ctx, p.PID); err != nil {
+		return in, err
 	}
-	states, open, err := g.states(ctx, p, byBackend, o)
+	stopping := p.Old && in.Stopping
+	states, open, err := g.states(ctx, p.PID, stopping, byBackend, o)
 	if err != nil {
-		return "", err
+		return in, err
 	}
 	sealed := false
 	if open {
@@ -723,7 +738,7 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 		}
 		count, err := g.stat(ctx, p.PID, b.Backend, states[b].id)
 		if err != nil {
-			return "", err
+			return in, err
 		}
 		counts[b] = count
 		for _, a := range list {
@@ -732,7 +747,7 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 				continue
 			}
 			if _, ok := count[srv.Name]; !ok {
-				return "", &failure{Command: "show stat " + b.Backend, Process: p.PID, Kind: kindChanging,
+				return in, &failure{Command: "show stat " + b.Backend, Process: p.PID, Kind: kindChanging,
 					Text: "no line for server " + srv.Name}
 			}
 			listing = listing || unsure(b, a, srv)
@@ -747,7 +762,7 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 			streams, err = map[string]int{unattributed: 1}, nil // each server may have one
 		}
 		if err != nil {
-			return "", err
+			return in, err
 		}
 	}
 	for b, list := range byBackend {
@@ -763,24 +778,24 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 				}
 				is.Active += active
 			}
-			if !p.Old && (srv == nil || !srv.balanced()) {
+			if !stopping && (srv == nil || !srv.balanced()) {
 				is.Missing = true
 			}
 			o.Seen[a.key] = is
 		}
 	}
-	return in.Start, nil
+	return in, nil
 }
 
 // states reads the servers' states in one process, adds the pools that are unread to o, and reports
-// whether the process is old and has a server of the keys that is not taken out.
-func (g *Gateway) states(ctx context.Context, p process, byBackend map[*Backend][]asked,
+// whether the process is stopping and has a server of the keys that is not taken out.
+func (g *Gateway) states(ctx context.Context, pid int, stopping bool, byBackend map[*Backend][]asked,
 	o *health.Observation) (states map[*Backend]*index, open bool, err error) {
 	states = map[*Backend]*index{}
 	for b, list := range byBackend {
-		x, err := g.state(ctx, p.PID, b.Backend)
+		x, err := g.state(ctx, pid, b.Backend)
 		if errors.Is(err, kindNoBackend) {
-			if !p.Old && !g.former(b) { // else the backend is newer than this worker
+			if !stopping && !g.former(b) { // else the backend is newer than this worker
 				o.Unread[b.pool()] = err
 			}
 			x, err = newIndex(nil), nil
@@ -791,7 +806,7 @@ func (g *Gateway) states(ctx context.Context, p process, byBackend map[*Backend]
 		states[b] = x
 		for _, a := range list {
 			srv := x.byName[a.name]
-			open = open || p.Old && srv != nil && !srv.takenOut()
+			open = open || stopping && srv != nil && !srv.takenOut()
 		}
 	}
 	return states, open, nil
@@ -827,6 +842,10 @@ func (g *Gateway) owned(ctx context.Context, before processes, keys map[health.K
 		if p.Old && g.mute[p.PID] != nil {
 			continue // the generation is another one when it answers
 		}
+		stopping, err := g.stopping(ctx, p)
+		if err != nil {
+			return err
+		}
 		all := func(answer string) ([]server, error) { return parseState(answer, "") }
 		servers, err := read(ctx, &g.cli, p.PID, "show servers state", stateBegin, all)
 		if err != nil {
@@ -835,7 +854,7 @@ func (g *Gateway) owned(ctx context.Context, before processes, keys map[health.K
 		for _, s := range servers {
 			pool := health.Pool(s.Of)
 			t, ok := parseName(s.Name)
-			if !ok || g.byPool[pool] == nil && !p.Old {
+			if !ok || g.byPool[pool] == nil && !stopping {
 				continue
 			}
 			if g.byPool[pool] == nil {

@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -73,6 +74,13 @@ func (p *proxy) gateway() *Gateway {
 
 func (p *proxy) start() { p.t.Helper(); p.startWith(p.socket) }
 
+// check returns what HAProxy says of its files without starting.
+func (p *proxy) check() (string, error) {
+	out, err := exec.Command(p.path, "-c", "-f", filepath.Join(p.dir, "user.cfg"), "-f",
+		p.cfg.ServersFile).CombinedOutput()
+	return string(out), err
+}
+
 // startWith starts HAProxy with a master socket that may have more words after its path.
 func (p *proxy) startWith(socket string) {
 	p.t.Helper()
@@ -100,7 +108,11 @@ func (p *proxy) startWith(socket string) {
 			return false
 		}
 		c.Close()
-		return true
+		// Since HAProxy 3.1 the master passes no command on before it knows that the worker is
+		// ready.
+		master := cli{path: p.socket, timeout: 20 * time.Second}
+		_, err = master.do(context.Background(), w.Workers[0].PID, "show info")
+		return err == nil
 	})
 }
 
@@ -164,6 +176,11 @@ func (p *proxy) workers() (processes, error) {
 		return processes{}, err
 	}
 	return parseProcesses(answer)
+}
+
+// current reports whether a worker is listed that is not old.
+func (p processes) current() bool {
+	return slices.ContainsFunc(p.Workers, func(w process) bool { return !w.Old })
 }
 
 func (p *proxy) worker() int {

@@ -25,6 +25,7 @@ const (
 // process is one line of "show proc".
 type process struct {
 	PID int
+	// Old: the master lists it as an old worker. It may serve all the same (Gateway.stopping).
 	Old bool
 }
 
