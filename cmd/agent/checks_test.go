@@ -124,7 +124,8 @@ func TestChecks(t *testing.T) {
 func TestHealthCheckOfTheFile(t *testing.T) {
 	const good = `{apiVersion: lameduck.io/v1alpha1, kind: AgentConfiguration, health: {minHealthyPercent: 30},
 		gateway: {haproxy: {masterSocket: /s, serversFile: /f, backends: [
-			{backend: web, service: shop/web, healthCheck: {protocol: tcp, interval: 2s}}]}}}`
+			{backend: web, service: shop/web, lines: [mode http, timeout connect 1s, timeout server 1s],
+				healthCheck: {protocol: tcp, interval: 2s}}]}}}`
 	var f file
 	if _, err := f.read([]byte(good), func(string) string { return "" }); err != nil {
 		t.Fatal(err)

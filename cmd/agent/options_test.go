@@ -33,9 +33,11 @@ gateway:
     - backend: web
       service: shop/web
       port: http
-      lines: ["http-request deny if { path_reg ^/admin(/.*)?$ }", "http-request set-header X-Was $1"]
+      lines: ["http-request deny if { path_reg ^/admin(/.*)?$ }", "http-request set-header X-Was $1",
+        mode http, timeout connect 1s, timeout server 30s]
     - backend: api
       service: shop/api
+      lines: [mode http, timeout connect 1s, timeout server 30s]
 endpointsLag: 1.5s
 `
 

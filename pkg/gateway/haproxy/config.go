@@ -31,8 +31,8 @@ type Config struct {
 	// admin, which is the default.
 	MasterSocket string `json:"masterSocket"`
 	// ServersFile is the file with the sections of the backends, which the agent writes and HAProxy
-	// loads by an additional -f. It is written at the agent's start if it does not exist, so the
-	// agent must start before HAProxy.
+	// loads by an additional -f, the last one. It is written at the agent's start if it does not
+	// exist, so the agent must start before HAProxy.
 	ServersFile string `json:"serversFile"`
 	// Backends are the backends that the agent writes. At least one is required.
 	Backends []Backend `json:"backends"`
@@ -47,12 +47,9 @@ type Backend struct {
 	Service string `json:"service"`
 	// Port is the name of the Service's port. Empty: the only one.
 	Port string `json:"port,omitempty"`
-	// Defaults names the defaults section that the section is made from. Empty: the last one above
-	// it. Name a separate section: HAProxy warns about a section that is used both by name and as
-	// the last one.
-	Defaults string `json:"defaults,omitempty"`
-	// Lines are more lines of the section: balance, options, timeouts. They are written as they
-	// are.
+	// Lines are the lines of the section: mode, timeout connect and timeout server, which are
+	// required, and balance, options, other timeouts. They are written as they are. The section
+	// inherits nothing from defaults sections.
 	Lines []string `json:"lines,omitempty"`
 	// ServerOptions are words for every server of the backend, such as "maxconn 50". HAProxy
 	// takes fewer words for servers added at run time than in the configuration.
@@ -74,6 +71,9 @@ var sectionWords = []string{
 	"listen", "log-forward",
 	"mailers", "peers", "program", "resolvers", "ring", "traces", "userlist", "acme", "healthcheck", "log-profile",
 }
+
+// required are the beginnings of lines that each section needs, because it inherits nothing.
+var required = []string{"mode", "timeout connect", "timeout server"}
 
 // lineWords are the words that no line of a section may begin with, each with the reason.
 var lineWords = map[string]string{
@@ -124,10 +124,13 @@ func (c *Config) Check() []error {
 		must(nameChars(b.Backend), at("backend"), b.Backend, "want letters, digits and . : _ -")
 		must(!twice, at("backend"), b.Backend, "is that of "+keyOf(j)+" too")
 		names[b.Backend] = i
-		must(b.Defaults == "" || nameChars(b.Defaults), at("defaults"), b.Defaults, "want letters, digits and . : _ -")
 		for j, l := range b.Lines {
 			why := badLine(l)
 			must(why == "", fmt.Sprintf("%s[%d]", at("lines"), j), l, why)
+		}
+		for _, begin := range required {
+			must(b.has(begin), at("lines"), begin, "missing: the section inherits nothing from defaults sections of "+
+				"HAProxy's files")
 		}
 		static, why := b.static()
 		must(why == "", at("lines"), static, why)
@@ -135,6 +138,13 @@ func (c *Config) Check() []error {
 		must(why == "", at("serverOptions"), b.ServerOptions, why)
 	}
 	return errs
+}
+
+// has reports whether a line begins with these words.
+func (b *Backend) has(words string) bool {
+	return slices.ContainsFunc(b.Lines, func(l string) bool {
+		return strings.HasPrefix(strings.Join(strings.Fields(l), " "), words+" ")
+	})
 }
 
 // static returns the line by which HAProxy would add no server at run time, and why.

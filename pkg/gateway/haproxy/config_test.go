@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -18,6 +19,7 @@ func TestConfig(t *testing.T) {
 	owned := func(change func(*Backend)) Config {
 		b := Backend{Backend: "b"}
 		change(&b)
+		b.Lines = append(b.Lines, needed...)
 		return Config{MasterSocket: "/run/m.sock", ServersFile: file, Backends: []Backend{b}}
 	}
 	line := func(l string) Config { return owned(func(b *Backend) { b.Lines = []string{l} }) }
@@ -29,7 +31,6 @@ func TestConfig(t *testing.T) {
 	}{
 		{"a plain one", owned(func(*Backend) {}), nil},
 		{"all fields", owned(func(b *Backend) {
-			b.Defaults = "agents"
 			b.Lines = []string{"balance leastconn",
 				`http-response set-header Strict-Transport-Security "max-age=1; includeSubDomains"`,
 				"option redispatch"}
@@ -49,7 +50,10 @@ func TestConfig(t *testing.T) {
 			[]string{"backends[1].backend", `"b"`}},
 		{"no file", Config{MasterSocket: "/s",
 			Backends: []Backend{{Backend: "b"}}}, []string{"serversFile"}},
-		{"defaults with a space", owned(func(b *Backend) { b.Defaults = "a b" }), []string{"defaults", "a b"}},
+		{"nothing that a section needs", Config{MasterSocket: "/s", ServersFile: file,
+			Backends: []Backend{{Backend: "b",
+				Lines: []string{"timeout server 1s", "modes", "timeout  connected 1s"}}}},
+			[]string{`backends[0].lines "mode"`, `backends[0].lines "timeout connect"`, "inherits nothing"}},
 		{"line with a line break", line("balance random\nserver x 1.2.3.4:5"), []string{"lines[0]"}},
 		{"line with a carriage return", line("balance random\r"), []string{"lines[0]"}},
 		{"static balance", line("balance static-rr"), []string{"lines", "static-rr", "roundrobin"}},
@@ -96,9 +100,9 @@ func TestConfig(t *testing.T) {
 func TestServersFile(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "servers.cfg")
 	cfg := Config{MasterSocket: "/nowhere", ServersFile: file, Backends: []Backend{
-		{Backend: "web", Defaults: "agents", Lines: []string{"balance leastconn"},
+		{Backend: "web", Lines: append(slices.Clone(needed), "balance leastconn"),
 			ServerOptions: " check  inter 2s "},
-		{Backend: "api"},
+		{Backend: "api", Lines: needed},
 	}}
 	g, err := New(cfg)
 	if err != nil {
@@ -119,16 +123,18 @@ func TestServersFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := fileHead + `
-backend web from agents
-    no option persist
-    load-server-state-from-file none
+backend web from lameduck-inherits-nothing
+    mode http
+    timeout connect 2s
+    timeout server 30s
     balance leastconn
     server ld-u1-10.0.0.1-80 10.0.0.1:80 check inter 2s pool-max-conn -1 pool-purge-delay 5s
     server ld-u2-fd00::1-80 [fd00::1]:80 check inter 2s pool-max-conn -1 pool-purge-delay 5s
 
-backend api
-    no option persist
-    load-server-state-from-file none
+backend api from lameduck-inherits-nothing
+    mode http
+    timeout connect 2s
+    timeout server 30s
 `
 	got, err := os.ReadFile(file)
 	if diff := cmp.Diff(want, string(got)); diff != "" || err != nil {
@@ -136,7 +142,7 @@ backend api
 	}
 
 	// A new agent keeps the servers, also those of a section whose lines changed.
-	cfg.Backends[0].Lines = []string{"balance random"}
+	cfg.Backends[0].Lines = append(slices.Clone(needed), "balance random")
 	cfg.Backends[0].ServerOptions = ""
 	again, err := New(cfg)
 	if err != nil {
@@ -153,7 +159,8 @@ backend api
 
 	// A file that is not the agent's is not overwritten.
 	for _, foreign := range []string{"global\n", "backend b\n server s 1.2.3.4:5\n",
-		"backend b\n server ld-u-1.2.3.4-5 1.2.3.4:6\n", "backend b\nfrontend f\n", "backend b\nbackend b\n"} {
+		"backend b\n server ld-u-1.2.3.4-5 1.2.3.4:6\n", "backend b\nfrontend f\n", "backend b\nbackend b\n",
+		"defaults\n", "defaults " + own + "\n mode http\n", "backend b\ndefaults " + own + "\n"} {
 		if err := os.WriteFile(file, []byte(foreign), 0o644); err != nil {
 			t.Fatal(err)
 		}
@@ -169,12 +176,6 @@ backend api
 // HAProxy itself must take what is written.
 func TestServersFileIsValid(t *testing.T) {
 	p := newProxy(t, `
-defaults agents
-    mode http
-    timeout connect 2s
-    timeout client 30s
-    timeout server 30s
-    option persist
 defaults
     mode http
     timeout connect 2s
@@ -183,7 +184,7 @@ defaults
 frontend web
     bind 127.0.0.1:%PORT%
     default_backend agent
-`, Backend{Backend: "agent", Defaults: "agents",
+`, Backend{Backend: "agent",
 		Lines: []string{"balance leastconn"}, ServerOptions: "check inter 2s maxconn 50"})
 	g := p.gateway()
 	w := wanted{"agent": {}}

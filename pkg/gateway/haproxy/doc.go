@@ -81,8 +81,7 @@
 //   - A backend that is not a pool may have a server at the same address, and so may a server that
 //     an operator adds to a pool at run time. A backend with another name in the agent's file is no
 //     pool in the worker that accepts new connections, until a reload has loaded that file.
-//   - default-server lines in a defaults section apply to servers from the file and not to those
-//     added at run time. HAProxy 2.6 even leaves out its own defaults for the latter: without
+//   - HAProxy 2.6 leaves out its own defaults for servers that are added at run time: without
 //     pool-max-conn and pool-purge-delay, which the agent therefore gives to every server, they
 //     keep no idle connections; max-reuse cannot be given, so that one added at run time with
 //     "proto h2" takes one request for each connection until the next reload.

@@ -12,8 +12,17 @@ import (
 	"strings"
 )
 
-const fileHead = `# The backends that the Lameduck agent directs. Load it with an additional -f.
+// own is the defaults section of the file, from which its backends are made. It is empty. Words of
+// a default-server line in another one, such as on-marked-down or agent-check, would make HAProxy
+// end requests on a server that the agent takes out, or put the server back, and a backend cannot
+// take such a word back. "option persist" would send requests to servers in maintenance.
+const own = "lameduck-inherits-nothing"
+
+const fileHead = `# The backends that the Lameduck agent directs. Load it with an additional -f, the last one.
 # Written by the agent and overwritten at every change: edits are lost.
+
+# The backends inherit nothing: what they need is in the agent's configuration, under lines.
+defaults ` + own + `
 `
 
 // wanted is the content of the servers file: the names of the servers of each backend.
@@ -25,13 +34,7 @@ func render(backends []Backend, w wanted) []byte {
 	var b bytes.Buffer
 	b.WriteString(fileHead)
 	for _, be := range backends {
-		b.WriteString("\nbackend " + be.Backend)
-		if be.Defaults != "" {
-			b.WriteString(" from " + be.Defaults)
-		}
-		// "option persist", which a defaults section may set, would send requests to servers in
-		// maintenance. A state file would restore old states.
-		b.WriteString("\n    no option persist\n    load-server-state-from-file none\n")
+		b.WriteString("\nbackend " + be.Backend + " from " + own + "\n")
 		for _, l := range be.Lines {
 			b.WriteString("    " + strings.TrimSpace(l) + "\n")
 		}
@@ -76,6 +79,7 @@ func parseFile(data []byte) (wanted, error) {
 			continue
 		}
 		switch {
+		case section == "" && slices.Equal(f, []string{"defaults", own}):
 		case f[0] == "backend":
 			if len(f) < 2 || !nameChars(f[1]) {
 				return nil, fmt.Errorf("line %d: %q names no backend", i+1, shorten(line))

@@ -50,6 +50,9 @@ func newProxy(t testing.TB, userFile string, backends ...Backend) *proxy {
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	port := int(netip.MustParseAddrPort(planes.FreeAddress(t)).Port())
 	p := &proxy{t: t, path: path, dir: dir, port: port, socket: filepath.Join(dir, "m.sock")}
+	for i := range backends {
+		backends[i].Lines = slices.Concat(needed, backends[i].Lines)
+	}
 	p.cfg = Config{MasterSocket: p.socket, ServersFile: filepath.Join(dir, "servers.cfg"), Backends: backends}
 	p.write("user.cfg", strings.ReplaceAll(userFile, "%PORT%", fmt.Sprint(port)))
 	return p
@@ -231,6 +234,9 @@ func (p *proxy) restart() {
 func (p *proxy) url(pool, path string) string {
 	return fmt.Sprintf("http://127.0.0.1:%d%s?pool=%s", p.port, path, pool)
 }
+
+// needed is what a section of the agent's file has to have.
+var needed = []string{"mode http", "timeout connect 2s", "timeout server 30s"}
 
 const userFile = `
 defaults

@@ -873,7 +873,7 @@ func TestABackendThatIsNotLoadedIsUnreadAlone(t *testing.T) {
 		Backend{Backend: "agent"})
 	p.gateway()
 	p.start()
-	p.cfg.Backends = append(p.cfg.Backends, Backend{Backend: "later"})
+	p.cfg.Backends = append(p.cfg.Backends, Backend{Backend: "later", Lines: needed})
 	g := p.gateway()
 	good, later := routed("agent", "u", "127.0.0.3:9"), routed("later", "u", "127.0.0.4:9")
 	keys := []health.Key{good.Key, later.Key}

@@ -240,3 +240,43 @@ func TestStormOfReloads(t *testing.T) {
 	}
 	t.Logf("%d requests", made.Load())
 }
+
+// A server must not inherit what serverOptions refuses: HAProxy would end a request on a server
+// that the agent takes out, or put the server back. Operators have such words in their defaults,
+// and they may come with any reload.
+func TestServersInheritNothing(t *testing.T) {
+	t.Parallel()
+	b := gatewaytest.StartBackend(t, "127.0.0.76")
+	p := newProxy(t, userFile, Backend{Backend: "agent", Lines: []string{"balance roundrobin"}})
+	g := p.gateway()
+	p.start()
+	op := routed("agent", "u", b.Addr.String())
+	apply(t, g, op)
+	p.write("user.cfg", strings.NewReplacer("%PORT%", strconv.Itoa(p.port), "    timeout server 30s\n",
+		"    timeout server 30s\n    option persist\n    default-server on-marked-down shutdown-sessions agent-check "+
+			"agent-port 9 disabled init-addr none\n").Replace(userFile))
+	p.reload()
+	if is := see(t, g, op.Key); is != (health.Seen{Present: true, Routed: true}) {
+		t.Errorf("after the reload it is seen as %+v", is)
+	}
+	result := make(chan error, 1)
+	go func() {
+		c := gatewaytest.NewHTTPClient(p.url)
+		defer c.Close()
+		_, err := c.Get(t.Context(), "agent", gatewaytest.HoldPath, 0)
+		result <- err
+	}()
+	if err := b.WaitHeld(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	apply(t, g, removed("agent", "u", b.Addr.String()))
+	for range 3 { // readings after which the streams of a server that goes down have ended
+		if is := see(t, g, op.Key); is.Routed || is.Active != 1 {
+			t.Errorf("taken out with a request in progress it is seen as %+v", is)
+		}
+	}
+	b.Release()
+	if err := <-result; err != nil {
+		t.Errorf("the drain itself ended the request: %v", err)
+	}
+}

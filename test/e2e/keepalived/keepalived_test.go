@@ -92,7 +92,8 @@ gateway:
     masterSocket: %[1]s/master.sock
     serversFile: %[1]s/servers.cfg
     backends:
-      - {backend: web, service: default/web, port: http}
+      - {backend: web, service: default/web, port: http,
+         lines: [mode http, timeout connect 1s, timeout server 5s]}
 healthTimeout: %[2]s
 `
 
