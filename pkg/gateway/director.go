@@ -81,8 +81,9 @@ func NewDirector(g Directed, set *health.Set, log *slog.Logger, h Hooks) *Direct
 func (d *Director) Wake() { d.wake.Raise() }
 
 // Programmed reports whether, at least once since the set synced, a reading showed every target
-// routed that the set wanted routed, except refused ones. It never becomes false again. Before
-// that, the gateway may answer for Services whose targets it does not have.
+// routed that the set wanted routed, except those of pools that were not read and those that the
+// gateway had answered it does not take ([Refused]). It never becomes false again. Before that, the
+// gateway may answer for Services whose targets it does not have.
 func (d *Director) Programmed() bool { return d.steps.programmed.Load() }
 
 // Run adopts what an earlier agent left in the gateway, and directs it until ctx is done. It
