@@ -54,6 +54,13 @@ type Directed interface {
 	Stopped(ctx context.Context) bool
 }
 
+// Starter is a [Directed] data plane that starts with what its agent has written.
+type Starter interface {
+	// Prepare makes the data plane, which does not run, start with keys as its only targets. It is
+	// called before the first reading, by the goroutine that calls the methods of [Directed].
+	Prepare(keys []health.Key) error
+}
+
 // Route is one port of a Service, and the pool of a gateway that it feeds.
 type Route struct {
 	// Key is the place in the agent's file that errors name, such as backends[0].

@@ -131,6 +131,9 @@ func (s *Steps) Applied(err error) []health.Key {
 // [Directed.Owned]: a process that was starting while a target was removed may still have it.
 func (s *Steps) Moved(seen health.Observation) bool { return seen.Generation != s.generation }
 
+// unreadYet reports whether no reading has succeeded.
+func (s *Steps) unreadYet() bool { return s.generation == "" }
+
 // Read ends the step with a reading, or with the error for which there is none. owned is what the
 // gateway has, if the reading is the first of a generation.
 func (s *Steps) Read(now time.Time, seen health.Observation, owned []health.Key, err error) Done {

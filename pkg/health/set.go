@@ -242,6 +242,21 @@ func (s *Set) Pending() []Op {
 	return ops
 }
 
+// Wanted returns the keys that the gateway is to route to, in no order. synced reports whether
+// these are all.
+func (s *Set) Wanted() (keys []Key, synced bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, p := range s.pools {
+		for _, r := range p.targets {
+			if s.want(r) == WantRouted {
+				keys = append(keys, r.key())
+			}
+		}
+	}
+	return keys, s.synced
+}
+
 // rank orders operations. What takes a target out goes before what brings others in, so that a
 // drain does not wait for them, but not where the gateway would be left without a target of the
 // pool.

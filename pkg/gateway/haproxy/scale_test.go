@@ -7,6 +7,7 @@ import (
 	"io"
 	"log/slog"
 	"net/netip"
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -49,6 +50,7 @@ func (s *steps) count() int {
 func direct(t *testing.T, g gateway.Directed, set *health.Set) (*gateway.Director, *steps) {
 	did := &steps{}
 	d := gateway.NewDirector(g, set, slog.New(slog.NewTextHandler(io.Discard, nil)), gateway.Hooks{Observer: did})
+	d.Starter, _ = g.(gateway.Starter)
 	ctx, cancel := context.WithCancel(t.Context())
 	var wg sync.WaitGroup
 	wg.Go(func() { _ = d.Run(ctx) })
@@ -110,6 +112,61 @@ func TestRealDrainBesideTenThousandAdditions(t *testing.T) {
 			t.Errorf("Removed after %s, want 1 s; the longest call took %s", took, longest)
 		}
 		t.Logf("Removed after %s, with %d of 10,010 servers; the longest call took %s", took, p.servers(), longest)
+	}
+}
+
+// A new gateway pod: HAProxy starts with its servers, and none is added by a command. An agent that
+// restarts beside a dead HAProxy has a file with a server of a pod that is deleted.
+func TestRealStartWithTenThousandServers(t *testing.T) {
+	p := newProxy(t, userFile, roundrobin)
+	deleted := health.Key{Pool: "agent", Target: health.Target{UID: "deleted",
+		Addr: netip.MustParseAddrPort("127.2.0.1:9")}}
+	if err := p.gateway().Prepare([]health.Key{deleted}); err != nil {
+		t.Fatal(err)
+	}
+	file := func() string {
+		text, err := os.ReadFile(p.cfg.ServersFile)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(text)
+	}
+	set := health.New(health.Options{})
+	uids := list(set, 0, 10_000)
+	now := time.Now()
+	set.Exclude(now, uids[0], "h", now, now.Add(time.Hour))
+	d, did := direct(t, p.gateway(), set)
+	if d.Prepared() || !strings.Contains(file(), "ld-deleted-") {
+		t.Error("the file is changed before EndpointSlices are known")
+	}
+	set.Synced()
+	d.Wake()
+	await := func(what string, ok func() bool) {
+		t.Helper()
+		for end := time.Now().Add(30 * time.Second); !ok(); time.Sleep(time.Millisecond) {
+			if time.Now().After(end) {
+				t.Fatalf("not within 30 s: %s", what)
+			}
+		}
+	}
+	await("it is prepared", d.Prepared)
+	if n := strings.Count(file(), "server ld-"); n != len(uids)-1 || strings.Contains(file(), "ld-deleted-") {
+		t.Errorf("the file has %d servers, want all but the excluded and the deleted one", n)
+	}
+	list(set, 10_000, 1)
+	d.Wake()
+	await("the file follows", func() bool { return strings.Count(file(), "server ld-") == len(uids) })
+	if is, _, _ := set.Of(uids[0]); is != health.Unknown {
+		t.Errorf("the excluded pod is %s by a file alone, want unknown", is)
+	}
+	p.start()
+	if n := p.servers(); n != len(uids) {
+		t.Errorf("HAProxy starts with %d servers, want %d", n, len(uids))
+	}
+	p.until("it is programmed", d.Programmed)
+	p.until("the excluded pod is idle", func() bool { is, _, _ := set.Of(uids[0]); return is == health.Idle })
+	if n := did.count(); n > 0 {
+		t.Errorf("%d batches of commands, want none", n)
 	}
 }
 
