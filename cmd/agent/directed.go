@@ -59,6 +59,7 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 	following := serving.New(o.file.HealthTimeout.Duration)
 	director := gateway.NewDirector(exclusion.WriteAhead{Directed: g, Journal: kept}, set, log,
 		gateway.Hooks{Observer: m, Followed: liveness.Follow(following), Changed: news.Raise})
+	director.Starter, _ = g.(gateway.Starter)
 	probes := &probe.Runner{Source: set, Observer: m}
 	wake := func() {
 		liveness.Queue(following)
@@ -164,6 +165,7 @@ func directedOps(registry *prometheus.Registry, following *serving.Health, start
 		}
 		return ""
 	})
+	r.Methods(http.MethodGet).Path("/startz").HandlerFunc(answer(start.missing))
 	r.Methods(http.MethodGet).Path(healthview.Path).Handler(targets)
 	return r
 }

@@ -36,14 +36,27 @@ func opsRouter(registry *prometheus.Registry, following *serving.Health, missing
 	r.Methods(http.MethodGet).Path("/metrics").Handler(promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
 	r.Methods(http.MethodGet, http.MethodHead).Path("/livez").Handler(serving.Handler(following.Livez))
 	r.Methods(http.MethodGet, http.MethodHead).Path("/healthz").Handler(serving.Handler(following.Healthz))
-	r.Methods(http.MethodGet).Path("/readyz").HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+	r.Methods(http.MethodGet).Path("/readyz").HandlerFunc(answer(missing))
+	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "lameduck_agent_ready", Help: "1 while /readyz answers 200.",
+	}, func() float64 {
+		if missing() != "" {
+			return 0
+		}
+		return 1
+	}))
+	return r
+}
+
+// answer answers 200 if nothing is missing.
+func answer(missing func() string) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
 		if text := missing(); text != "" {
 			http.Error(w, text, http.StatusServiceUnavailable)
 			return
 		}
 		fmt.Fprintln(w, "ok")
-	})
-	return r
+	}
 }
 
 // opsServer returns the server for metrics and health, with limits.

@@ -111,7 +111,8 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.StringVar(&o.kubeconfig, "kubeconfig", getenv("KUBECONFIG"),
 		"kubeconfig file for the API server; empty: the pod's service account")
 	f.StringVar(&o.metrics, "metrics-address", ":9101",
-		"host:port of /metrics, /livez, /healthz, /readyz and, of a directed gateway, /v1/targets, without TLS")
+		"host:port of /metrics, /livez, /healthz, /readyz and, of a directed gateway, /startz and /v1/targets, "+
+			"without TLS")
 	f.StringVar(&o.nodeName, "node-name", getenv("NODE_NAME"),
 		"the node this runs on: /healthz fails while it is being deleted; empty: it is not watched; required with "+
 			"gateway.kubeProxy")

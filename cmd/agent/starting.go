@@ -24,9 +24,38 @@ type starting struct {
 	log       *slog.Logger
 
 	learnt atomic.Bool
+	// runs: the gateway ran when the agent started. lastFile: it did not, and starts with targets
+	// that an earlier agent wrote, if it starts now.
+	runs, lastFile atomic.Bool
+	// late: endpoints were awaited for lastFileAfter.
+	late atomic.Bool
+}
+
+// lastFileAfter is how long a gateway waits for EndpointSlices that has targets from an earlier
+// life. After it, the gateway serves with these: the API server may be away for long.
+const lastFileAfter = 10 * time.Second
+
+// missing returns what the gateway still waits for before it may start. Empty: it may. One that
+// runs, or that does not start with what the agent has written, waits for nothing.
+func (s *starting) missing() string {
+	if s.director.Starter == nil || s.runs.Load() || s.director.Prepared() || s.late.Load() && s.lastFile.Load() {
+		return ""
+	}
+	return "the gateway has no targets from EndpointSlices yet"
 }
 
 func (s *starting) run(ctx context.Context) error {
+	timer := time.AfterFunc(lastFileAfter, func() { s.late.Store(true) })
+	defer timer.Stop()
+	if s.director.Starter != nil {
+		bounded, cancel := context.WithTimeout(ctx, gateway.CallTimeout)
+		if !s.director.Gateway.Stopped(bounded) {
+			s.runs.Store(true)
+		} else if kept, _ := s.director.Gateway.Owned(bounded); len(kept) > 0 { // with an error: it does not run
+			s.lastFile.Store(true)
+		}
+		cancel()
+	}
 	switch {
 	case s.learned == nil:
 	case waitFor(ctx, s.learned, client.LearnTimeout):

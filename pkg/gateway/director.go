@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"sync/atomic"
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/signal"
@@ -63,8 +64,13 @@ type Director struct {
 	Log     *slog.Logger
 	Hooks
 
+	// Starter is the gateway, or nil if it does not start with what its agent has written.
+	Starter Starter
+
 	wake  signal.Signal
 	steps *Steps
+	// prepared: the gateway did not run, and was prepared from all that EndpointSlices list.
+	prepared atomic.Bool
 	// reading is how long the last reading took. 0: it failed, so the gateway was only waited for.
 	reading time.Duration
 	// failing is the last error that was logged: one line a change, not one a try.
@@ -81,9 +87,30 @@ func NewDirector(g Directed, set *health.Set, log *slog.Logger, h Hooks) *Direct
 func (d *Director) Wake() { d.wake.Raise() }
 
 // Programmed reports whether, at least once since the set synced, a reading showed every target
-// routed that the set wanted routed, except refused ones. It never becomes false again. Before
-// that, the gateway may answer for Services whose targets it does not have.
+// routed that the set wanted routed, except those of pools that were not read and those that the
+// gateway had answered it does not take ([Refused]). It never becomes false again. Before that, the
+// gateway may answer for Services whose targets it does not have.
 func (d *Director) Programmed() bool { return d.steps.programmed.Load() }
+
+// Prepared reports whether the gateway, if it starts now, has every target that the set wants
+// routed: it was prepared, or it is programmed.
+func (d *Director) Prepared() bool { return d.prepared.Load() || d.Programmed() }
+
+// prepare writes what a gateway starts with that does not run, and that this agent has never read.
+// Readings decide everything later: while it starts, it may have read what was written before.
+func (d *Director) prepare(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, CallTimeout)
+	defer cancel()
+	keys, synced := d.Set.Wanted()
+	if d.Starter == nil || !synced || !d.steps.unreadYet() || !d.Gateway.Stopped(ctx) {
+		return nil
+	}
+	err := d.Starter.Prepare(keys)
+	if err == nil {
+		d.prepared.Store(true)
+	}
+	return err
+}
 
 // Run adopts what an earlier agent left in the gateway, and directs it until ctx is done. It
 // returns nil then: the gateway stays as it is, because it continues to serve without its agent.
@@ -117,6 +144,9 @@ func (d *Director) step(ctx context.Context) Done {
 	ops := d.steps.Begin(time.Now())
 	keys := d.steps.Applied(d.apply(ctx, ops))
 	seen, err := d.observe(ctx, keys)
+	if err != nil {
+		err = errors.Join(err, d.prepare(ctx))
+	}
 	var owned []health.Key
 	if err == nil && d.steps.Moved(seen) {
 		owned, err = d.owned(ctx)

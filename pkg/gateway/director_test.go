@@ -30,18 +30,20 @@ type plane struct {
 	// before each list.
 	applyErr, lost    func(health.Op) error
 	readErr, ownedErr func() error
+	// swallow are ops without an error and without effect.
+	swallow func(health.Op) bool
 	// unread are pools that cannot be read.
 	unread map[health.Pool]error
-	// hang makes Apply wait for its context. slow is how long a reading takes.
-	hang bool
-	slow time.Duration
+	// hang makes Apply wait for its context. slow is how long a reading takes, each an op.
+	hang       bool
+	slow, each time.Duration
 	// before is called at the beginning of Apply, without the mutex.
 	before func()
 
-	applied       []health.Op
-	applies, asks int
-	reads         []time.Time
-	deadline      time.Duration // what the last Observe had left
+	applied                []health.Op
+	applies, asks, biggest int
+	reads                  []time.Time
+	deadline               time.Duration // what the last Observe had left
 }
 
 func newPlane() *plane {
@@ -51,8 +53,9 @@ func newPlane() *plane {
 // Apply implements Gateway.
 func (p *plane) Apply(ctx context.Context, ops []health.Op) error {
 	p.mu.Lock()
-	hang, before := p.hang, p.before
+	hang, before, each := p.hang, p.before, p.each
 	p.applies++
+	p.biggest = max(p.biggest, len(ops))
 	p.mu.Unlock()
 	if before != nil {
 		before()
@@ -61,9 +64,21 @@ func (p *plane) Apply(ctx context.Context, ops []health.Op) error {
 		<-ctx.Done()
 		return ctx.Err()
 	}
+	var errs []error
+	if each > 0 {
+		deadline, _ := ctx.Deadline()
+		reached := min(len(ops), int(time.Until(deadline)/each))
+		select {
+		case <-time.After(time.Duration(reached) * each):
+		case <-ctx.Done():
+		}
+		for _, op := range ops[reached:] {
+			errs = append(errs, fmt.Errorf("%s: %w", op, context.DeadlineExceeded))
+		}
+		ops = ops[:reached]
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	var errs []error
 	for _, op := range ops {
 		if p.applyErr != nil {
 			if err := p.applyErr(op); err != nil {
@@ -72,6 +87,9 @@ func (p *plane) Apply(ctx context.Context, ops []health.Op) error {
 			}
 		}
 		p.applied = append(p.applied, op)
+		if p.swallow != nil && p.swallow(op) {
+			continue
+		}
 		switch op.Want {
 		case health.WantRouted:
 			p.routed[op.Key] = true
@@ -1065,7 +1083,8 @@ func TestAFailedCheckIsNotBehind(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			ops := []health.Op{op}
 			steps := &Steps{ops: ops, applied: c.applied}
-			p := steps.progress(health.Observation{Seen: map[health.Key]health.Seen{op.Key: c.seen}}, ops)
+			p := steps.progress(health.Observation{Seen: map[health.Key]health.Seen{op.Key: c.seen}}, ops,
+				map[health.Op]bool{op: true})
 			if len(p.Behind) != c.behind || len(p.Came) > 0 {
 				t.Errorf("progress is %+v", p)
 			}

@@ -30,7 +30,7 @@ type Directed interface {
 	// makes them last over a reload where the data plane allows it. An op that fails does not stop
 	// the others; the error joins all that failed, each naming its op. An op that is already true
 	// costs no change and is no error. The error of a command that was sent and not answered wraps
-	// an [Unanswered].
+	// an [Unanswered], that of an op for which the gateway has answered no a [Refused].
 	//
 	// WantAbsent on a target that still has requests takes it out, keeps it, and returns no error:
 	// the Observation says that it is still present, and the op comes again.
@@ -52,6 +52,13 @@ type Directed interface {
 	// routes. An agent that outlives its data plane tells coordinators so. An error or a timeout is
 	// not evidence.
 	Stopped(ctx context.Context) bool
+}
+
+// Starter is a [Directed] data plane that starts with what its agent has written.
+type Starter interface {
+	// Prepare makes the data plane, which does not run, start with keys as its only targets. It is
+	// called before the first reading, by the goroutine that calls the methods of [Directed].
+	Prepare(keys []health.Key) error
 }
 
 // Route is one port of a Service, and the pool of a gateway that it feeds.

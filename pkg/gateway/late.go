@@ -23,6 +23,35 @@ func (u *Unanswered) Error() string { return u.Err.Error() + " (it may still be 
 // Unwrap returns how the call ended.
 func (u *Unanswered) Unwrap() error { return u.Err }
 
+// Refused is an error of Apply: the gateway has answered that it does not carry out Op. An op that
+// failed without such an answer was not reached.
+type Refused struct {
+	Op health.Op
+	// Err is the answer.
+	Err error
+}
+
+// Error returns the answer.
+func (r *Refused) Error() string { return r.Err.Error() }
+
+// Unwrap returns the answer.
+func (r *Refused) Unwrap() error { return r.Err }
+
+// causes calls found for every E among the errors that err, a result of Apply, joins and wraps.
+func causes[E error](err error, found func(E)) {
+	if is, ok := err.(E); ok {
+		found(is)
+	}
+	switch err := err.(type) { //nolint:errorlint // it looks at each error of the tree
+	case interface{ Unwrap() []error }:
+		for _, e := range err.Unwrap() {
+			causes(e, found)
+		}
+	case interface{ Unwrap() error }:
+		causes(err.Unwrap(), found)
+	}
+}
+
 // late has the operations that may still be carried out, after others that were sent later.
 type late map[health.Op]lateOp
 
@@ -36,18 +65,11 @@ type lateOp struct {
 
 // add adds those that err, a result of Apply, names.
 func (l late) add(err error) {
-	switch err := err.(type) { //nolint:errorlint // it looks at each error of the tree
-	case *Unanswered:
-		for _, op := range err.Ops {
-			l[op] = lateOp{left: max(l[op].left, err.For)}
+	causes(err, func(u *Unanswered) {
+		for _, op := range u.Ops {
+			l[op] = lateOp{left: max(l[op].left, u.For)}
 		}
-	case interface{ Unwrap() []error }:
-		for _, e := range err.Unwrap() {
-			l.add(e)
-		}
-	case interface{ Unwrap() error }:
-		l.add(err.Unwrap())
-	}
+	})
 }
 
 // unread stops the time of all of them until the next reading: the gateway does not answer.

@@ -29,6 +29,9 @@ const (
 	// maxRush bounds the steps without a pause between them. Reapplying after a reload and letting
 	// a kept target go need one each.
 	maxRush = 4
+	// maxBatch bounds the operations of one step: what becomes pending during a step waits for its
+	// end.
+	maxBatch = 200
 )
 
 // Steps decides what a [Director] does next with its gateway. It calls no gateway and never waits:
@@ -41,6 +44,9 @@ type Steps struct {
 	asOf    time.Time
 	ops     []health.Op
 	applied error
+	// cut: more was due than one step applies. alone: of that, the step had removals only, whose
+	// reading does not wait for additions. The next step has additions, too.
+	cut, alone bool
 	// pause is the next one while an exclusion is not Idle, unread that after a failed reading.
 	// rush counts the steps without a pause.
 	pause, unread time.Duration
@@ -52,8 +58,9 @@ type Steps struct {
 	// an error, of targets that get no new requests: what still runs on them may take minutes.
 	refused, unfinished retries
 	refusal             error
-	// behind are the ops that the last reading of each did not show as done, for Progress.
-	behind map[health.Op]bool
+	// tried are the pending ops that were applied in this generation. The value reports whether the
+	// last reading of the op's key did not show it as done, for Progress.
+	tried map[health.Op]bool
 	// late are commands without an answer.
 	late late
 }
@@ -79,9 +86,24 @@ func (s *Steps) Woken() { s.pause = fastest }
 
 // Begin begins a step, and returns the operations to apply.
 func (s *Steps) Begin(now time.Time) []health.Op {
-	s.asOf, s.ops = now, s.due(now)
+	s.asOf, s.ops = now, s.due(now, s.set.Pending())
+	if s.cut = len(s.ops) > maxBatch; !s.cut {
+		s.alone = false
+		return s.ops
+	}
+	// What was tried without effect, and without an error, keeps no other op waiting.
+	again := slices.DeleteFunc(slices.Clone(s.ops), s.untried)
+	s.ops = append(slices.DeleteFunc(s.ops, func(op health.Op) bool { return !s.untried(op) }), again...)
+	most := maxBatch
+	additions := slices.IndexFunc(s.ops, func(op health.Op) bool { return op.Want == health.WantRouted })
+	if s.alone = !s.alone && additions > 0; s.alone {
+		most = min(additions, most)
+	}
+	s.ops = s.ops[:most]
 	return s.ops
 }
+
+func (s *Steps) untried(op health.Op) bool { _, tried := s.tried[op]; return !tried }
 
 // Applied records the result of Apply, and returns the keys to read: those that the set watches,
 // and those of the operations, also of unfinished ones.
@@ -109,6 +131,9 @@ func (s *Steps) Applied(err error) []health.Key {
 // [Directed.Owned]: a process that was starting while a target was removed may still have it.
 func (s *Steps) Moved(seen health.Observation) bool { return seen.Generation != s.generation }
 
+// unreadYet reports whether no reading has succeeded.
+func (s *Steps) unreadYet() bool { return s.generation == "" }
+
 // Read ends the step with a reading, or with the error for which there is none. owned is what the
 // gateway has, if the reading is the first of a generation.
 func (s *Steps) Read(now time.Time, seen health.Observation, owned []health.Key, err error) Done {
@@ -132,15 +157,20 @@ func (s *Steps) Read(now time.Time, seen health.Observation, owned []health.Key,
 	s.set.Observe(now, seen)
 	s.unread = retryFirst
 	pending := s.set.Pending()
+	batch := make(map[health.Op]bool, len(s.ops))
+	for _, op := range s.ops {
+		batch[op] = true
+	}
 	s.postpone(now, seen, pending)
 	var p Progress
 	if moved {
 		// What one process refused another may take.
-		s.generation, s.refused, s.unfinished, s.behind = seen.Generation, retries{}, retries{}, nil
+		s.generation, s.refused, s.unfinished, s.tried = seen.Generation, retries{}, retries{}, nil
 	} else {
-		p = s.progress(seen, pending)
+		p = s.progress(seen, pending, batch)
 		if s.set.HasSynced() && !slices.ContainsFunc(pending, func(op health.Op) bool {
-			return op.Want == health.WantRouted && !s.refused.ops[op]
+			return op.Want == health.WantRouted && (s.tried[op] || s.untried(op)) && !s.refused.ops[op] &&
+				seen.Unread[op.Pool] == nil
 		}) {
 			s.programmed.Store(true)
 		}
@@ -153,12 +183,16 @@ func (s *Steps) Read(now time.Time, seen health.Observation, owned []health.Key,
 	default:
 		err = unread(seen)
 	}
-	if (moved || fresh(s.ops, s.without(pending))) && s.rush < maxRush {
+	due := s.due(time.Time{}, pending) // without all refused and unfinished ones
+	if s.cut && !moved && slices.ContainsFunc(due, s.untried) {
+		return s.done(0, err, p)
+	}
+	if (moved || slices.ContainsFunc(due, func(op health.Op) bool { return !batch[op] })) && s.rush < maxRush {
 		s.rush++
 		return s.done(0, err, p)
 	}
 	s.rush = 0
-	return s.done(s.wait(now), err, p)
+	return s.done(s.wait(now, pending), err, p)
 }
 
 func (s *Steps) done(wait time.Duration, err error, p Progress) Done {
@@ -169,10 +203,10 @@ func (s *Steps) done(wait time.Duration, err error, p Progress) Done {
 }
 
 // wait is the pause after a reading.
-func (s *Steps) wait(now time.Time) time.Duration {
+func (s *Steps) wait(now time.Time, pending []health.Op) time.Duration {
 	wait := watchReloads
 	switch {
-	case s.set.Unsettled() || len(s.due(now)) > 0:
+	case s.set.Unsettled() || len(s.due(now, pending)) > 0:
 		wait, s.pause = s.pause, min(s.pause*3/2, slowest)
 	case len(s.set.Watched()) > 0 || len(s.unfinished.ops) > 0:
 		wait, s.pause = watchExclusions, fastest
@@ -196,16 +230,11 @@ func unread(seen health.Observation) error {
 	return errors.Join(errs...)
 }
 
-// due returns what is pending and does not wait for another try.
-func (s *Steps) due(now time.Time) []health.Op {
-	return slices.DeleteFunc(s.set.Pending(), func(op health.Op) bool {
+// due returns those of the pending ops that do not wait for another try at now.
+func (s *Steps) due(now time.Time, pending []health.Op) []health.Op {
+	return slices.DeleteFunc(slices.Clone(pending), func(op health.Op) bool {
 		return s.refused.waits(now, op) || s.unfinished.waits(now, op)
 	})
-}
-
-// without returns the ops that are neither refused nor unfinished.
-func (s *Steps) without(ops []health.Op) []health.Op {
-	return slices.DeleteFunc(ops, func(op health.Op) bool { return s.refused.ops[op] || s.unfinished.ops[op] })
 }
 
 // postpone notes which ops the gateway did not carry out: those that were applied and are pending
@@ -223,37 +252,44 @@ func (s *Steps) postpone(now time.Time, seen health.Observation, pending []healt
 			delete(s.refused.ops, op) // taken out late
 		}
 	}
-	s.refused.update(now, still, s.ops, func(op health.Op) bool {
+	answers := map[health.Op]bool{}
+	causes(s.applied, func(r *Refused) { answers[r.Op] = true })
+	s.refused.update(now, still, s.ops, func(op health.Op) (failed, answered bool) {
 		s.refusal = cmp.Or(s.applied, s.refusal)
-		return s.applied != nil || s.late.undo(op)
+		return s.applied != nil || s.late.undo(op), answers[op]
 	})
 	if len(s.refused.ops) == 0 {
 		s.refusal = nil
 	}
-	s.unfinished.update(now, out, s.ops, func(op health.Op) bool {
+	s.unfinished.update(now, out, s.ops, func(op health.Op) (failed, answered bool) {
 		_, read := seen.Seen[op.Key]
-		return read && s.applied == nil
+		return read && s.applied == nil, false
 	})
 }
 
 // retries are ops that were tried in vain. They wait until at, so that an op which never succeeds
 // neither delays the others nor is tried at their pace. The zero value has none.
 type retries struct {
+	// ops reports for each whether it failed by an answer about it, and not because the gateway was
+	// not reached.
 	ops map[health.Op]bool
 	at  time.Time
 	// pause is how long the next ones wait.
 	pause time.Duration
 }
 
-func (r *retries) waits(now time.Time, op health.Op) bool { return r.ops[op] && now.Before(r.at) }
+func (r *retries) has(op health.Op) bool { _, is := r.ops[op]; return is }
+
+func (r *retries) waits(now time.Time, op health.Op) bool { return now.Before(r.at) && r.has(op) }
 
 // update adds those of the tried ops that failed, and forgets what is not in pending. An op that
 // was in vain before and was not tried again stays, and its next try is not put off.
-func (r *retries) update(now time.Time, pending map[health.Op]bool, tried []health.Op, failed func(health.Op) bool) {
+func (r *retries) update(now time.Time, pending map[health.Op]bool, tried []health.Op,
+	result func(health.Op) (failed, answered bool)) {
 	ops := map[health.Op]bool{}
-	for op := range r.ops {
+	for op, answered := range r.ops {
 		if pending[op] {
-			ops[op] = true
+			ops[op] = answered
 		}
 	}
 	for _, op := range tried {
@@ -261,8 +297,11 @@ func (r *retries) update(now time.Time, pending map[health.Op]bool, tried []heal
 	}
 	waiting := len(ops) > 0
 	for _, op := range tried {
-		if pending[op] && failed(op) {
-			ops[op] = true
+		if !pending[op] {
+			continue
+		}
+		if failed, answered := result(op); failed {
+			ops[op] = answered
 		}
 	}
 	r.ops = ops
@@ -277,44 +316,27 @@ func (r *retries) update(now time.Time, pending map[health.Op]bool, tried []heal
 
 // progress judges the ops that were tried by what was seen. One that was not tried, because it
 // waits for its next try, is as far as it was.
-func (s *Steps) progress(seen health.Observation, pending []health.Op) Progress {
-	p := Progress{AsOf: s.asOf}
-	was := make(map[health.Op]bool, len(s.ops)+len(s.refused.ops)+len(s.unfinished.ops))
-	for _, r := range []retries{s.refused, s.unfinished} {
-		for op := range r.ops {
-			was[op] = s.behind[op]
-		}
-	}
-	for _, op := range s.ops {
-		is, read := seen.Seen[op.Key]
-		switch {
-		case !read: // its pool is unread
-		case op.Want == health.WantRouted:
-			was[op] = !is.Routed || is.Missing && s.applied != nil
-		default:
-			was[op] = is.Routed
-		}
-	}
-	behind := map[health.Op]bool{}
+func (s *Steps) progress(seen health.Observation, pending []health.Op, batch map[health.Op]bool) Progress {
+	p, tried := Progress{AsOf: s.asOf}, map[health.Op]bool{}
 	for _, op := range pending {
-		is, known := was[op]
+		behind := s.tried[op]
+		known := behind || s.refused.has(op) || s.unfinished.has(op)
+		if is, read := seen.Seen[op.Key]; batch[op] && read {
+			known, behind = true, is.Routed
+			if op.Want == health.WantRouted {
+				behind = !is.Routed || is.Missing && s.applied != nil
+			}
+		}
+		if known || batch[op] {
+			tried[op] = behind
+		}
 		switch {
 		case !known:
 			p.Came = append(p.Came, op)
-		case is:
-			behind[op] = true
+		case behind:
 			p.Behind = append(p.Behind, op)
 		}
 	}
-	s.behind = behind
+	s.tried = tried
 	return p
-}
-
-// fresh reports whether after has an operation that is not in before.
-func fresh(before, after []health.Op) bool {
-	tried := make(map[health.Op]bool, len(before))
-	for _, op := range before {
-		tried[op] = true
-	}
-	return slices.ContainsFunc(after, func(op health.Op) bool { return !tried[op] })
 }

@@ -204,32 +204,75 @@ func (s *Set) Adopt(now time.Time, keys []Key) {
 }
 
 // Pending returns the operations that the last readings do not show as done, in the order to apply
-// them: first those that bring targets in, then those that take them out, then those that delete
-// them. While the gateway is unread these are only those that bring targets in or delete them, as
-// the readings before show: a process of the gateway may be dead or hang, and the others, and what
-// the next one starts with, follow EndpointSlices. An exclusion removes only targets that were read
-// in this generation, after it began, by a reading that shows another target routed. So the set
-// first finds out which target of the pool is the last one. The caller applies the operations and
-// then reads their keys: until then the set does not forget a key that was to be routed.
+// them: first those that take targets out of pools in which the gateway routes to a chosen target,
+// then those that bring targets in, then those that take the last ones out, then those that delete
+// targets. Pools without a routed target get theirs before others. While the gateway is unread
+// these are only those that bring targets in or delete them, as the readings before show: a process
+// of the gateway may be dead or hang, and the others, and what the next one starts with, follow
+// EndpointSlices. An exclusion removes only targets that were read in this generation, after it
+// began, by a reading that shows another target routed. So the set first finds out which target of
+// the pool is the last one. The caller applies the operations and then reads their keys: until then
+// the set does not forget a key that was to be routed.
 func (s *Set) Pending() []Op {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	var ops []Op
+	type ranked struct {
+		Op
+		rank int
+	}
+	pending := make([]ranked, 0, len(s.todo.all))
 	for _, r := range s.todo.all {
 		want := s.want(r)
 		if want == WantRouted {
 			r.set(asked, true)
 			s.watched.put(r, true)
 		}
-		ops = append(ops, Op{r.key(), want})
+		pending = append(pending, ranked{Op{r.key(), want}, r.rank(want)})
 	}
-	slices.SortFunc(ops, func(a, b Op) int {
-		if a.Want != b.Want {
-			return cmp.Compare(a.Want, b.Want)
+	slices.SortFunc(pending, func(a, b ranked) int {
+		if a.rank != b.rank {
+			return cmp.Compare(a.rank, b.rank)
 		}
 		return compareKeys(a.Key, b.Key)
 	})
+	ops := make([]Op, len(pending))
+	for i := range pending {
+		ops[i] = pending[i].Op
+	}
 	return ops
+}
+
+// Wanted returns the keys that the gateway is to route to, in no order. synced reports whether
+// these are all.
+func (s *Set) Wanted() (keys []Key, synced bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, p := range s.pools {
+		for _, r := range p.targets {
+			if s.want(r) == WantRouted {
+				keys = append(keys, r.key())
+			}
+		}
+	}
+	return keys, s.synced
+}
+
+// rank orders operations. What takes a target out goes before what brings others in, so that a
+// drain does not wait for them, but not where the gateway would be left without a target of the
+// pool.
+func (r *record) rank(want Want) int {
+	serves := r.pool.n[isSure] > 0 || r.pool.kept != nil
+	switch {
+	case want == WantAbsent && !r.is(routed):
+		return 4
+	case want != WantRouted && serves:
+		return 0
+	case want == WantRouted && !serves:
+		return 1
+	case want != WantRouted:
+		return 2
+	}
+	return 3
 }
 
 // Watched returns the keys to read now, sorted. Keys of excluded pods are always among them,

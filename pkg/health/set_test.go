@@ -297,7 +297,7 @@ func TestEndpointsAreAppliedAsADifference(t *testing.T) {
 	w.list("web", ready("a b"))
 	w.pending("")
 	w.list("web", ready("b c"))
-	w.pending("routed web/10.0.0.3:80@c, absent web/10.0.0.1:80@a")
+	w.pending("absent web/10.0.0.1:80@a, routed web/10.0.0.3:80@c")
 	w.settle()
 	w.routed("web", "b c")
 	w.list("web", ready("b"), unready("c"))
@@ -308,6 +308,32 @@ func TestEndpointsAreAppliedAsADifference(t *testing.T) {
 	w.list("web", ready("b"), unready("c"), ready("c"))
 	w.settle()
 	w.routed("web", "b c")
+}
+
+// A drain does not wait for additions, and a pool is not emptied before its new targets are there:
+// all of web's are replaced, one of api's, and other has none yet.
+func TestOperationsAreInTheOrderToApplyThem(t *testing.T) {
+	w := newWorld(t)
+	w.list("web", ready("a b"))
+	w.list("api", ready("c d"))
+	w.Synced()
+	w.settle()
+	w.exclude("d", "r")
+	w.step() // c is read again
+	w.list("web", ready("e"))
+	w.list("api", ready("c d f"))
+	w.list("other", ready("g"))
+	w.pending("removed api/10.0.0.4:80@d, routed other/10.0.0.7:80@g, routed web/10.0.0.5:80@e, " +
+		"absent web/10.0.0.1:80@a, absent web/10.0.0.2:80@b, routed api/10.0.0.6:80@f")
+	w.proxy.apply(w.Pending()[:3]) // a batch ends in between
+	w.read(nil)
+	w.pending("absent web/10.0.0.1:80@a, absent web/10.0.0.2:80@b, routed api/10.0.0.6:80@f")
+	w.settle()
+	w.list("web", ready("h"))
+	w.exclude("h", "r")
+	w.pending("absent web/10.0.0.5:80@e")
+	w.settle()
+	w.routed("web", "")
 }
 
 func TestNothingIsAskedOfAGatewayThatWasNotRead(t *testing.T) {

@@ -278,7 +278,8 @@ func (g *Gateway) delta(u *upstream, pool health.Pool, wants map[health.Key]heal
 		until, agent := l.parse()
 		switch {
 		case want == health.WantRouted && known && l != "routed" && agent != g.name && now.Before(until):
-			vetoed[k] = fmt.Errorf("%s has removed it: left so until %s", agent, until.UTC().Format(time.TimeOnly))
+			vetoed[k] = &gateway.Refused{Op: health.Op{Key: k, Want: want},
+				Err: fmt.Errorf("%s has removed it: left so until %s", agent, until.UTC().Format(time.TimeOnly))}
 			continue
 		case want == health.WantRouted:
 			after[k.Target] = "routed"

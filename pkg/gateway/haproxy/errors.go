@@ -5,6 +5,9 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 // A kind classifies a refusal or a failure: errors.Is(err, kindNoServer) reports whether err is of
@@ -96,6 +99,20 @@ func (e *failure) Unwrap() error { return e.Err }
 func lost(err error) bool {
 	return slices.ContainsFunc([]kind{kindGone, kindNoSocket, kindNotListening, kindTimeout, kindTruncated, kindIO},
 		func(k kind) bool { return errors.Is(err, k) })
+}
+
+// answered makes err a [gateway.Refused] if HAProxy has answered about the op. Otherwise the
+// process was not reached, or could not take it.
+func answered(op health.Op, err error) error {
+	for _, k := range []kind{kindStopping, kindChanging, kindMalformed, kindFile} {
+		if errors.Is(err, k) {
+			return err
+		}
+	}
+	if lost(err) {
+		return err
+	}
+	return &gateway.Refused{Op: op, Err: err}
 }
 
 // gone reports whether the process ended before or while it answered. The list of processes will

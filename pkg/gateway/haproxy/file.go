@@ -10,6 +10,8 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 // own is the defaults section of the file, from which its backends are made. It is empty. Words of
@@ -47,6 +49,19 @@ func render(backends []Backend, w wanted) []byte {
 		}
 	}
 	return b.Bytes()
+}
+
+// Prepare implements gateway.Starter: the servers file lists the servers of keys, and no others.
+func (g *Gateway) Prepare(keys []health.Key) error {
+	for _, b := range g.backends {
+		clear(g.wanted[b.Backend])
+	}
+	for _, k := range keys {
+		if b, name, err := g.resolve(k); err == nil && !g.former(b) { // others get an error when it runs
+			g.wanted[b.Backend][name] = true
+		}
+	}
+	return g.write()
 }
 
 // poolWords are added to every server unless ServerOptions contains them. They are HAProxy's

@@ -304,7 +304,7 @@ func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 	}
 	for _, s := range steps {
 		for _, pid := range slices.Sorted(maps.Keys(s.errs)) {
-			errs = append(errs, fmt.Errorf("%s: %w", s.op, s.errs[pid]))
+			errs = append(errs, fmt.Errorf("%s: %w", s.op, answered(s.op, s.errs[pid])))
 		}
 	}
 	return errors.Join(errs...)

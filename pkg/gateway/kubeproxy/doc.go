@@ -100,6 +100,9 @@
 //     dump that is longer than a page, can hide as many elements. The next audit corrects that.
 //   - Ports of hosts that a network plugin or CRI-O maps to a pod (hostPort) are rules of theirs,
 //     and are deleted with the pod's sandbox.
+//   - With the feature gate KubeProxyNFTablesLocalhostNodePorts (1.37, alpha), kube-proxy itself
+//     connects to endpoints for node ports of the loopback address, and learns of changes after the
+//     rules. The rules do not show where it sends.
 //   - Rules that are there do not prove that kube-proxy runs. If it does not run, a pod that they
 //     have stays Routing, and a younger pod is Removed. Reading.Written shows when kube-proxy last
 //     wrote, or when the rules were first read: a caller that knows that the pod must be in them
@@ -112,7 +115,8 @@
 // # Versions
 //
 // Tested with Linux 6.18 and kube-proxy 1.36.3 (testdata has what it wrote); earlier ones wrote a
-// chain for each endpoint also without affinity, which is what it does with affinity now. Kernels
-// before 5.8 do not filter connections and return all of them. The kernel's filter by IPv6 address
-// is inverted: see walk in conntrack.go.
+// chain for each endpoint also without affinity, which is what it does with affinity now. 1.37
+// writes the only endpoint of a Service into the Service's own chain. Kernels before 5.8 do not
+// filter connections and return all of them. The kernel's filter by IPv6 address is inverted: see
+// walk in conntrack.go.
 package kubeproxy

@@ -348,22 +348,25 @@ func (t *table) sending(target netip.AddrPort, going func(netip.AddrPort) bool) 
 				continue
 			}
 			answer = max(answer, sendsLast)
-			// A map of destinations is a choice; a chain with one destination is what others
-			// choose.
-			if from.kind == mapNode {
-				if !only(from, going, map[*node]bool{}) {
-					return sendsToo
-				}
-				continue
+			if !only(from, going, map[*node]bool{}) {
+				return sendsToo
 			}
 			for choice := range from.in {
-				if choice.defined && entered(choice, map[*node]bool{}) && !only(choice, going, map[*node]bool{}) {
+				if t.chooses(choice) && entered(choice, map[*node]bool{}) && !only(choice, going, map[*node]bool{}) {
 					return sendsToo
 				}
 			}
 		}
 	}
 	return answer
+}
+
+// chooses reports whether n, which leads to a chain with a destination, chooses one of several such
+// chains for a connection. With nftables that is a map inside a rule, which the kernel names. Named
+// maps and chains lead to a chain by the packet's addresses. With iptables a Service's chain
+// chooses.
+func (t *table) chooses(n *node) bool {
+	return n.defined && (t.iptables() || n.kind == mapNode && strings.HasPrefix(n.name, "__"))
 }
 
 // only reports whether going is true for all destinations that n leads to.

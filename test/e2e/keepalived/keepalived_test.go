@@ -239,6 +239,7 @@ func newNode(t *testing.T) *node {
 	n.start("agent", exec.Command(dir+"/agent", "--config="+dir+"/agent.yaml", "--kubeconfig="+n.cluster.Kubeconfig(),
 		"--metrics-address="+agent))
 	n.until("the agent is healthy before HAProxy runs", func() bool { return code(agent, "/livez") == 200 })
+	n.until("the servers file is written", func() bool { return code(agent, "/startz") == 200 })
 	n.startHAProxy()
 	n.until("the agent is ready", func() bool { return code(agent, "/readyz") == 200 })
 	n.until("the proxy answers", func() bool { return code(proxy, "/") == 200 })
