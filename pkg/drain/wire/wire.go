@@ -212,13 +212,18 @@ type Declaration struct {
 	// which this is a replica. Empty for agents that observe nothing.
 	Population string `json:"population,omitempty"`
 	// GatewayMode is the mode in which the agent has found its gateway, for operators: that of
-	// kube-proxy, or [GatewayAbsent]. Empty: the gateway has no modes, or the mode is not known.
+	// kube-proxy, [GatewayAbsent], or [Beside]. Empty: the gateway has no modes, or the mode is not
+	// known.
 	GatewayMode string        `json:"gatewayMode,omitempty"`
 	Routes      []drain.Route `json:"routes"`
 }
 
 // GatewayAbsent is the [Declaration.GatewayMode] of a gateway that is not there.
 const GatewayAbsent = "absent"
+
+// Beside begins the [Declaration.GatewayMode] of a gateway that another program shares the node
+// with, which chooses pods too and cannot be observed. The program's name follows.
+const Beside = "beside "
 
 // Declared answers a Declaration. The stream then has the open drains of the declared Services,
 // followed by a Message of type synced with this number. The agent excludes these pods before it
