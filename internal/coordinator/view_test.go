@@ -110,6 +110,10 @@ func TestViewHasTheModeOfGateways(t *testing.T) {
 		}
 		node.Declare(wire.Beside+"Cilium", node.Routes)
 		see(`node 1 true "beside Cilium"; one 1 false ""`)
+		node.Declare("\x1b[2Jall is well", node.Routes)
+		see(`node 1 true "?[2Jall is well"; one 1 false ""`)
+		node.Declare(wire.Beside+"Cilium", node.Routes)
+		synctest.Wait()
 		if got := fmt.Sprint(r.Beside()); got != "map[Cilium:1]" {
 			t.Errorf("beside kube-proxy are %s", got)
 		}

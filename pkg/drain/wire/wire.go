@@ -32,6 +32,7 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/target"
 )
 
 // Protocol is the version that this code speaks.
@@ -98,7 +99,10 @@ func (o Offer) Query() string {
 // too long names its key. If the agent does not speak [Protocol], the error names the versions of
 // both sides.
 func ParseOffer(q url.Values) (Offer, error) {
-	o := Offer{Features: q[queryFeature], Boot: q.Get(queryBoot), Build: q.Get(queryBuild)}
+	o := Offer{Features: q[queryFeature], Boot: q.Get(queryBoot), Build: target.Printable(q.Get(queryBuild))}
+	for i, f := range o.Features {
+		o.Features[i] = target.Printable(f)
+	}
 	offered := q[queryProtocol]
 	switch {
 	case len(o.Build) > MaxName:
