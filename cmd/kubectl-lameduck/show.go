@@ -227,7 +227,7 @@ func writeBarriers(w whole, now time.Time, out io.Writer) {
 	var rows [][]string
 	for _, b := range w.Barriers {
 		waits := waitsFor(b.Drain, 2)
-		if b.Phase != "Released" && b.StatedUntil.After(now) {
+		if b.StatedUntil.After(now) {
 			waits += ", and a stated wait of " + seconds(b.StatedSeconds)
 		}
 		rows = append(rows, []string{b.Namespace, b.Pod, b.Phase, seconds(now.Sub(b.Since).Seconds()), b.Hook, waits})
