@@ -254,6 +254,10 @@ func TestANodeAgent(t *testing.T) {
 		t.Fatal("the hook waits for a node that has no kube-proxy")
 	}
 	declared(wire.GatewayAbsent)
+	k.SetBeside("Cilium")
+	declared(`"` + wire.Beside + `Cilium"`)
+	k.SetBeside("")
+	declared(wire.GatewayAbsent)
 	k.SetAbsent(false)
 	declared("nftables")
 

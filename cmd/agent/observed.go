@@ -192,8 +192,8 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 
 // followAbsent checks until ctx is done whether the gateway is absent from this node, and in which
 // mode it is, and declares each change to coordinators. If kube-proxy is absent, another program
-// chooses the pod behind a Service's address. The agent then cannot acknowledge, and drains do not
-// wait for it.
+// chooses the pod behind a Service's address, which the declared mode names if it is known. The
+// agent then cannot acknowledge, and drains do not wait for it.
 func followAbsent(ctx context.Context, g gateway.Observed, routes []drain.Route, declare func(string, []drain.Route),
 	log *slog.Logger) error {
 	absent := slices.Clone(routes)
@@ -203,26 +203,36 @@ func followAbsent(ctx context.Context, g gateway.Observed, routes []drain.Route,
 	ticker := time.NewTicker(absentEvery)
 	defer ticker.Stop()
 	moder, _ := g.(gateway.Moder)
+	sharer, _ := g.(gateway.Sharer)
 	mode := "" // the last one that was known
-	for was := false; ; {
+	for was := ""; ; {
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-ticker.C:
 		}
-		is, now := g.Absent(), mode
+		is, now, beside := "", mode, "" // is: what is declared in place of the mode
 		if moder != nil {
 			now = cmp.Or(moder.Mode(), mode)
 		}
+		if sharer != nil {
+			beside = sharer.Beside()
+		}
 		switch {
-		case is && !was:
-			log.Warn("the gateway is absent from this node: what sends to pods cannot be observed here, and no " +
-				"barrier waits for this node")
-			declare(wire.GatewayAbsent, absent)
-		case was && !is:
+		case beside != "":
+			is = wire.Beside + beside
+		case g.Absent():
+			is = wire.GatewayAbsent
+		}
+		switch {
+		case is != "" && is != was:
+			log.Warn("the gateway is absent from this node, or another program chooses pods beside it: what sends to "+
+				"pods cannot be observed here, and no barrier waits for this node", "mode", is)
+			declare(is, absent)
+		case is == "" && was != "":
 			log.Info("the gateway is here: barriers wait for this node", "mode", now)
 			declare(now, routes)
-		case !is && now != mode:
+		case is == "" && now != mode:
 			declare(now, routes)
 		}
 		was, mode = is, now

@@ -18,7 +18,7 @@ import (
 func main() {
 	cli.Main("kubectl lameduck", func(ctx context.Context, args []string, _ func(string) string, stdout,
 		stderr io.Writer) error {
-		err := run(ctx, args, stdout, stderr)
+		err := run(ctx, args, cli.Printable{Writer: stdout}, cli.Printable{Writer: stderr})
 		if errors.Is(err, pflag.ErrHelp) {
 			return errPrinted
 		}

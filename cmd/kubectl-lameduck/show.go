@@ -23,6 +23,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/check"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
+	"github.com/lameduck-io/lameduck/pkg/target"
 )
 
 func count(n int) string { return strconv.Itoa(n) }
@@ -69,7 +70,7 @@ func table(out io.Writer, head string, rows [][]string) {
 	fmt.Fprintln(w, strings.ReplaceAll(head, " ", "\t"))
 	for _, row := range rows {
 		for i, cell := range row {
-			if cell == "" {
+			if row[i] = target.Printable(cell); cell == "" {
 				row[i] = "-"
 			}
 		}
@@ -226,7 +227,7 @@ func writeBarriers(w whole, now time.Time, out io.Writer) {
 	var rows [][]string
 	for _, b := range w.Barriers {
 		waits := waitsFor(b.Drain, 2)
-		if b.Phase != "Released" && b.StatedUntil.After(now) {
+		if b.StatedUntil.After(now) {
 			waits += ", and a stated wait of " + seconds(b.StatedSeconds)
 		}
 		rows = append(rows, []string{b.Namespace, b.Pod, b.Phase, seconds(now.Sub(b.Since).Seconds()), b.Hook, waits})

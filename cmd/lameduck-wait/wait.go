@@ -12,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -22,8 +23,8 @@ const (
 	// dialTime bounds the time to connect to the agent. The agent is on the same node, so one that
 	// has not accepted by then is not running.
 	dialTime = 2 * time.Second
-	// maxAnswer bounds the part of an answer that is read, in bytes.
-	maxAnswer = 4 << 10
+	// maxAnswer bounds the part of an answer that is read, in bytes: the kubelet's bound for a body.
+	maxAnswer = 10 << 10
 	// maxRedirects is as the kubelet's.
 	maxRedirects = 10
 )
@@ -77,10 +78,15 @@ func follow(ctx context.Context, to target, headers []string) error {
 	return fmt.Errorf("redirected more than %d times", maxRedirects)
 }
 
-// answer is the response to a GET: its status, and the first line of the body.
-type answer struct{ code, location, text string }
+// answer is the response to a GET: its status, and of the agent's the first line of the body.
+type answer struct {
+	code, location, text string
+	// length is that of the body, -1: to the end of the connection, unless it is chunked.
+	length  int64
+	chunked bool
+}
 
-// get sends one GET. If dial is not 0, it bounds the time to connect.
+// get sends one GET. If dial is not 0, it bounds the time to connect, and the answer is the agent's.
 func get(ctx context.Context, to target, headers []string, dial time.Duration) (answer, error) {
 	// The agent's address is never a DNS name, whose lookup could take longer than the rest. The
 	// container's own hook may have one.
@@ -106,7 +112,17 @@ func get(ctx context.Context, to target, headers []string, dial time.Duration) (
 	if _, err := conn.Write([]byte(request.String())); err != nil {
 		return answer{}, err
 	}
-	return read(conn)
+	r := bufio.NewReader(io.LimitReader(conn, 2*maxAnswer))
+	a, err := read(r)
+	switch {
+	case err != nil:
+	case dial > 0: // the agent sends no chunks
+		text, _ := r.ReadString('\n')
+		a.text = strings.TrimSpace(text)
+	default:
+		discard(r, a)
+	}
+	return a, err
 }
 
 func has(headers []string, line string) bool {
@@ -117,10 +133,8 @@ func has(headers []string, line string) bool {
 	})
 }
 
-// read reads a response up to the end of the connection or maxAnswer. It does not decode a chunked
-// body, whose first line would be a chunk size: the agent sends none.
-func read(conn io.Reader) (a answer, err error) {
-	r := bufio.NewReader(io.LimitReader(conn, maxAnswer))
+// read reads the headers of a response, and those of interim ones before it.
+func read(r *bufio.Reader) (a answer, err error) {
 	status, err := r.ReadString('\n')
 	switch {
 	case errors.Is(err, io.EOF):
@@ -133,6 +147,7 @@ func read(conn io.Reader) (a answer, err error) {
 		return a, fmt.Errorf("%.40q is not HTTP", status)
 	}
 	a.code, _, _ = strings.Cut(rest, " ")
+	a.length = -1
 	for {
 		// The status is an answer, even if the rest cannot be read.
 		line, err := r.ReadString('\n')
@@ -140,16 +155,49 @@ func read(conn io.Reader) (a answer, err error) {
 			return a, nil
 		}
 		name, value, isHeader := strings.Cut(strings.TrimSpace(line), ":")
-		if !isHeader {
-			break
-		}
-		if strings.EqualFold(name, "Location") {
-			a.location = strings.TrimSpace(value)
+		value = strings.TrimSpace(value)
+		switch {
+		case !isHeader && strings.HasPrefix(a.code, "1"):
+			return read(r)
+		case !isHeader:
+			if a.code == "204" || a.code == "304" {
+				a.length = 0
+			}
+			return a, nil
+		case strings.EqualFold(name, "Location"):
+			a.location = value
+		case strings.EqualFold(name, "Transfer-Encoding"):
+			a.chunked = true
+		case strings.EqualFold(name, "Content-Length"):
+			if n, err := strconv.ParseInt(value, 10, 64); err == nil {
+				a.length = n
+			}
 		}
 	}
-	text, _ := r.ReadString('\n')
-	a.text = strings.TrimSpace(text)
-	return a, nil
+}
+
+// discard reads a body as the kubelet does: to its end, unless it is longer than maxAnswer. Nothing
+// else bounds it in time but the pod's grace period, as with a hook of the kubelet: an application
+// may answer when it has finished, and how long that may take is not known here.
+func discard(r *bufio.Reader, a answer) {
+	for a.chunked {
+		line, err := r.ReadString('\n')
+		size, _, _ := strings.Cut(strings.TrimSpace(line), ";")
+		n, bad := strconv.ParseUint(size, 16, 32)
+		if err != nil || bad != nil || n == 0 {
+			return
+		}
+		if _, err := io.CopyN(io.Discard, r, int64(n)+2); err != nil {
+			return
+		}
+	}
+	switch {
+	case a.length > maxAnswer:
+	case a.length >= 0:
+		_, _ = io.CopyN(io.Discard, r, a.length)
+	default:
+		_, _ = io.Copy(io.Discard, r)
+	}
 }
 
 // install copies the program to path atomically, because the init container may be killed and run

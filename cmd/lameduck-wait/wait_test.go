@@ -1,10 +1,12 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"net"
 	"net/http"
@@ -14,6 +16,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 )
 
@@ -231,6 +234,55 @@ func TestOwnHookIsRedirected(t *testing.T) {
 			if got := strings.Join(asked, " "); code != c.code || got != c.asked {
 				t.Errorf("exit code %d (%s) after %s, want %d after %s", code, out, got, c.code, c.asked)
 			}
+		})
+	}
+}
+
+// The own hook ends when a kubelet would end it: with the body, however long the server keeps the
+// connection, and not with an interim answer.
+func TestOwnHookEndsAsWithAKubelet(t *testing.T) {
+	const never = time.Minute
+	for _, c := range []struct {
+		name, answer string
+		// then comes after a while, and the connection stays open for rest.
+		then string
+		rest time.Duration
+	}{
+		{"by its length", "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", "", never},
+		{"without a body", "HTTP/1.1 204 No Content\r\n\r\n", "", never},
+		{"by its last chunk", "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n", "0\r\n\r\n", never},
+		{"by the rest of the body", "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nok", "\nok", never},
+		{"by the connection", "HTTP/1.1 200 OK\r\n\r\nok\n", "ok", 0},
+		{"by a long body", "HTTP/1.1 200 OK\r\nContent-Length: 10000000\r\n\r\nok", "", never},
+		{"after an interim answer", "HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n",
+			"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", never},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			server, client := net.Pipe()
+			defer server.Close()
+			go func() {
+				_, _ = io.WriteString(server, c.answer)
+				time.Sleep(2 * time.Second)
+				_, _ = io.WriteString(server, c.then)
+				time.Sleep(c.rest)
+				server.Close()
+			}()
+			began := time.Now()
+			r := bufio.NewReader(client)
+			a, err := read(r)
+			if err != nil {
+				t.Fatal(err)
+			}
+			discard(r, a)
+			want := time.Duration(0)
+			if c.then != "" {
+				want = 2 * time.Second
+			}
+			if took := time.Since(began); took != want {
+				t.Errorf("%s: ended after %s, want %s", c.name, took, want)
+			}
+			client.Close()
+			time.Sleep(2 * never) // the server has ended
 		})
 	}
 }

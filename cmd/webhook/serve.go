@@ -138,7 +138,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 			agents, _ := coord.Acknowledgers(nil)
 			return agents
 		},
-		Asks: coord.Asks, Excluded: o.excluded}
+		Beside: coord.Beside, Asks: coord.Asks, Excluded: o.excluded}
 	registry.MustRegister(covers)
 	covers.Synced = func() bool { return covers.Asked() && watch.synced() && services.HasSynced() }
 	around.Index = admission.Ahead{Slices: index, Reader: known, Synced: services.HasSynced, Ledger: coord,

@@ -4,7 +4,7 @@
 --   picks      requests that run, by "PID ID VERSION": the process, and the upstream with the
 --              version that the request took its picker from. A request keeps its picker for its
 --              retries, and has one before it has a connection: counting by node misses both.
---   lost       the shared dictionary was full, so that picks are missing
+--   lost       the shared dictionary was full while one of the processes ran, so that picks are missing
 -- Only upstreams with the label "lameduck" are in it. The plug-in has to be a global rule. If the
 -- rule has {"observed": true}, each process reports all that it sends to, with or without a label:
 --   nodes      every address in its objects, with 0 or the number of the first report without it,
@@ -15,8 +15,8 @@
 local core = require("apisix.core")
 local upstreams = require("apisix.upstream").upstreams
 local global_rules = require("apisix.global_rules").global_rules
-local ngx, ipairs, pairs, io, math, package, require, tostring, type =
-    ngx, ipairs, pairs, io, math, package, require, tostring, type
+local ngx, ipairs, pairs, io, math, package, require, tonumber, tostring, type =
+    ngx, ipairs, pairs, io, math, package, require, tonumber, tostring, type
 
 local name = "lameduck"
 local _M = {
@@ -34,6 +34,12 @@ package.loaded[name] = state
 
 function _M.check_schema(conf)
     return core.schema.check(_M.schema, conf)
+end
+
+-- lose records that the shared dictionary was full: what was dropped may be of any process that runs
+-- now. 0: report has yet to find out when the newest of them was started.
+local function lose()
+    dict:set("lost", 0)
 end
 
 -- ours returns the id of an upstream that an agent directs.
@@ -169,7 +175,7 @@ local function publish(premature)
     end
     local _, _, forcible = dict:set("w:" .. ngx.worker.pid(), core.json.encode(report))
     if forcible then
-        dict:set("lost", true)
+        lose()
     end
 end
 
@@ -191,7 +197,7 @@ local function count(what)
     local key = "g:" .. ngx.worker.pid() .. " " .. what
     local _, err, forcible = dict:incr(key, 1, 0)
     if err or forcible then
-        dict:set("lost", true)
+        lose()
     end
     return key
 end
@@ -265,7 +271,8 @@ local function process(pid)
 end
 
 local function report()
-    local out = { now = ngx.now(), answered = ngx.worker.pid(), processes = {}, picks = {}, lost = dict:get("lost") }
+    local out = { now = ngx.now(), answered = ngx.worker.pid(), processes = {}, picks = {} }
+    local lost, newest = dict:get("lost"), 0
     out.master = process(out.answered)
     local _, started = process(out.master)
     out.started = started
@@ -279,7 +286,15 @@ local function report()
             local title = (read("/proc/" .. pid .. "/cmdline") or ""):gsub("%z", " "):gsub("%s+$", "")
             local last = dict:get("w:" .. pid)
             out.processes[pid] = { title = title, started = start, report = last and core.json.decode(last) }
+            newest = math.max(newest, tonumber(start))
         end
+    end
+    if lost == 0 then
+        lost = newest
+        dict:set("lost", lost)
+    end
+    for _, p in pairs(out.processes) do
+        out.lost = out.lost or lost and tonumber(p.started) <= lost
     end
     for _, key in ipairs(dict:get_keys(0)) do
         local pid = key:sub(3):match("^%d+")

@@ -291,6 +291,11 @@ func TestFindings(t *testing.T) {
 		}, []string{"note node n0: kube-proxy is in mode iptables there, and in mode nftables on most nodes"}},
 		"no kube-proxy on one node": {func(f *Facts) { proxies(f, "nftables", "absent", "nftables") },
 			[]string{"warning node n1: no rules of kube-proxy are there, and on other nodes it is in mode nftables"}},
+		"Cilium on some nodes": {func(f *Facts) {
+			proxies(f, "nftables", "nftables")
+			f.Agents = append(f.Agents, api.Agent{GatewayMode: api.GatewayBeside + "Cilium", Node: "n9"})
+			f.Coordinators[0].View.Agents.GatewayModes[api.GatewayBeside+"Cilium"] = 1
+		}, []string{"warning Cilium: it chooses pods by itself on 1 nodes"}},
 		"no kube-proxy on any node": {func(f *Facts) { proxies(f, "absent", "absent", "") },
 			[]string{"warning kube-proxy: none of its rules are on any of 2 nodes"}},
 		"no kube-proxy on many nodes": {func(f *Facts) {

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"maps"
 	"slices"
+	"strings"
 
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 )
@@ -15,6 +16,13 @@ func (f Facts) proxies(add adder) {
 	for _, c := range f.Coordinators {
 		for m, n := range c.View.Agents.GatewayModes {
 			counts[m] = max(counts[m], n)
+		}
+	}
+	for _, m := range slices.Sorted(maps.Keys(counts)) {
+		if name, is := strings.CutPrefix(m, api.GatewayBeside); is {
+			add(Warning, name, "lameduck.io/stated-wait of Services (docs/coverage.md)", "it chooses pods by itself "+
+				"on %d nodes and cannot be observed: no barrier waits for these nodes", counts[m])
+			delete(counts, m)
 		}
 	}
 	most := ""
@@ -32,7 +40,7 @@ func (f Facts) proxies(add adder) {
 		return
 	}
 	others := slices.DeleteFunc(slices.Clone(f.Agents), func(a api.Agent) bool {
-		return !a.HasMode() || a.GatewayMode == most
+		return !a.HasMode() || a.GatewayMode == most || strings.HasPrefix(a.GatewayMode, api.GatewayBeside)
 	})
 	for _, a := range others[:min(len(others), named)] {
 		node := cmp.Or(a.Node, a.Name)

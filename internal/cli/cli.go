@@ -37,7 +37,7 @@ func Main(name string, run Run) {
 	if err == nil || errors.Is(err, flag.ErrHelp) || errors.Is(err, ErrPrinted) {
 		return
 	}
-	fmt.Fprintf(os.Stderr, "%s: %v\n", name, err)
+	fmt.Fprintf(Printable{os.Stderr}, "%s: %v\n", name, err)
 	if errors.Is(err, ErrUsage) || errors.Is(err, ErrUnchecked) {
 		os.Exit(2)
 	}

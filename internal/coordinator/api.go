@@ -26,6 +26,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+	"github.com/lameduck-io/lameduck/pkg/target"
 )
 
 // writeTimeout is how long an agent may take to read what one wake-up has for it. A slower one is
@@ -252,6 +253,8 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 		return nil, serve.Refuse(http.StatusRequestEntityTooLarge, "routes: %d are more than %d", len(d.Routes),
 			wire.MaxRoutes)
 	}
+	d.Gateway, d.GatewayMode, d.Population = target.Printable(d.Gateway), target.Printable(d.GatewayMode),
+		target.Printable(d.Population)
 	for name, text := range map[string]string{"gateway": d.Gateway, "gatewayMode": d.GatewayMode,
 		"population": d.Population} {
 		if len(text) > wire.MaxName {

@@ -334,7 +334,12 @@ func (b *Bar) Answer() wire.BarrierStatus {
 		answer.IdleBoundMillis = b.context.IdleBound.Milliseconds()
 	}
 	if !b.Restart && s.Reason != drain.PodDeleted && s.Reason != drain.NotEnforced {
+		// Nothing can be quiet for longer than since the deletion, so a wait that must last ends no
+		// earlier. Agents of every version make it.
 		most := b.context.AtMost
+		if most.Wait = max(most.Wait, s.Stated); most.Quiet > 0 {
+			most.Quiet = max(most.Quiet, s.Stated)
+		}
 		answer.AtMostMillis, answer.QuietMillis = most.Wait.Milliseconds(), most.Quiet.Milliseconds()
 	}
 	return answer
@@ -387,7 +392,9 @@ func (c *Coordinator) passed(b *Bar, uncovered []string) {
 		return
 	}
 	s, took := b.Status, time.Since(b.Status.Since)
-	c.seen.passed(time.Now(), s)
+	if !c.seen.passed(time.Now(), s) {
+		return
+	}
 	c.Metrics.barriers.WithLabelValues(s.Reason.String()).Observe(took.Seconds())
 	if s.Cut {
 		c.Metrics.cut.Inc()

@@ -287,24 +287,58 @@ func TestAHookOfAPodThatAGatewayWithoutAgentRoutes(t *testing.T) {
 	})
 }
 
-// The agent is told to wait for a stated wait of at most so long.
-func TestAHookWithAStatedWaitThatMayEndEarly(t *testing.T) {
+// The agent is told to make the stated waits, those that may end early too: none ends before a wait
+// that must last, because nothing can be quiet for longer than since the deletion.
+func TestAHookWithAStatedWait(t *testing.T) {
+	early := drain.StatedWait{Wait: 20 * time.Second, Quiet: 10 * time.Second}
+	for name, c := range map[string]struct {
+		stated      time.Duration
+		atMost      drain.StatedWait
+		most, quiet time.Duration
+	}{
+		"that must last":                 {2 * time.Second, drain.StatedWait{}, 2 * time.Second, 0},
+		"that may end early":             {0, early, 20 * time.Second, 10 * time.Second},
+		"both":                           {2 * time.Second, early, 20 * time.Second, 10 * time.Second},
+		"both, one longer than quiet":    {15 * time.Second, early, 20 * time.Second, 15 * time.Second},
+		"both, the one that must longer": {25 * time.Second, early, 25 * time.Second, 25 * time.Second},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := newNetwork(t)
+				near := newNearby()
+				near.Stated, near.AtMost = c.stated, c.atMost
+				n.replica("replica-0", "a", with(near))
+				one := n.nodeAgent("node-1", "replica-0")
+				p := pod("a")
+				hook := one.hook(p)
+				one.see(t, p, drain.Idle, true)
+				if got := <-hook; got.took != 0 || got.AtMostMillis != c.most.Milliseconds() ||
+					got.QuietMillis != c.quiet.Milliseconds() || got.Cut {
+					t.Errorf("%+v", got)
+				}
+			})
+		})
+	}
+}
+
+// A tenant's pods whose Service states a wait of minutes keep no place here once their gateways have
+// acknowledged: the hooks of all others are taken.
+func TestStatedWaitsKeepNoPlace(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
 		near := newNearby()
-		near.Stated = 2 * time.Second
-		near.AtMost = drain.StatedWait{Wait: 20 * time.Second, Quiet: 10 * time.Second}
-		n.replica("replica-0", "a", with(near))
+		r := n.replica("replica-0", "a", with(near))
 		one := n.nodeAgent("node-1", "replica-0")
-		p := pod("a")
-		hook := one.hook(p)
-		one.see(t, p, drain.Idle, true)
-		for range 40 {
-			one.Wake() // a report is older than the wait
-			time.Sleep(500 * time.Millisecond)
+		near.set(func(s *PodContext) { s.Stated = 10 * time.Minute })
+		r.core.limits.MaxBarriers = 4
+		for i := range 5 {
+			p := pod(fmt.Sprint("tenant-", i))
+			hook := one.hook(p, func(b *wire.BarrierRequest) { b.BoundMillis = 600_000 })
+			one.see(t, p, drain.Idle, true)
+			passed(t, hook, "Acknowledged after 0s, and the agent waits")
 		}
-		if got := <-hook; got.took != 2*time.Second || got.AtMostMillis != 20_000 || got.QuietMillis != 10_000 {
-			t.Errorf("%+v", got)
+		if r.core.barriers != 0 {
+			t.Errorf("%d places are taken", r.core.barriers)
 		}
 	})
 }

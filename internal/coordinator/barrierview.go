@@ -40,19 +40,21 @@ func (h *history) barrierSeen(now time.Time, s drain.Status) *barrierProgress {
 	return b
 }
 
-// passed records that a barrier was answered, so that its pod may be told to stop.
-func (h *history) passed(now time.Time, s drain.Status) {
+// passed records that a barrier was answered, so that its pod may be told to stop. It reports whether
+// that is news: an agent asks again after a stated wait.
+func (h *history) passed(now time.Time, s drain.Status) (first bool) {
 	if s.Phase == drain.Closed {
 		delete(h.barriers, s.Pod.UID) // the pod was deleted before the barrier was asked for
-		return
+		return true
 	}
 	b := h.barrierSeen(now, s)
 	if b.passed {
-		return
+		return false
 	}
 	b.passed = true
 	names, more := silent(s)
 	h.outcomes.add(ended(now, drain.AtBarrier, s.Pod, s.Reason, now.Sub(s.Since), names, more), maxOutcomes)
+	return true
 }
 
 // barrierOf returns the present state of one barrier.

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"maps"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
@@ -408,6 +409,26 @@ func (c *Coordinator) Acknowledgers(services []drain.Service) (parties []drain.A
 		gateways[p.ID] = c.seen.gateway(p.ID)
 	}
 	return parties, gateways
+}
+
+// Beside returns what chooses pods on nodes beside kube-proxy, as their agents have declared, with
+// the number of nodes.
+func (c *Coordinator) Beside() map[string]int {
+	c.mu.RLock()
+	defer c.mu.RUnlock()
+	all := map[string]int{}
+	for id, of := range c.seen.introduced {
+		name, is := strings.CutPrefix(of.mode, wire.Beside)
+		if !is {
+			continue
+		}
+		// Only an agent with the right for every namespace can have such a route.
+		a := c.core.Ledger.Agent(id)
+		if _, every := a.Routes[drain.EveryService]; every && (a.Expected || a.Connected) {
+			all[name]++
+		}
+	}
+	return all
 }
 
 func (h *history) gateway(id drain.AgentID) string {

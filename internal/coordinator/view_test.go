@@ -105,8 +105,17 @@ func TestViewHasTheModeOfGateways(t *testing.T) {
 		see(`node 1 true "iptables"; one 1 false ""`)
 		node.Declare(wire.GatewayAbsent, node.Routes)
 		see(`node 1 true "absent"; one 1 false ""`)
-		if wire.GatewayAbsent != api.GatewayAbsent {
+		if wire.GatewayAbsent != api.GatewayAbsent || wire.Beside != api.GatewayBeside {
 			t.Error("readers have another word")
+		}
+		node.Declare(wire.Beside+"Cilium", node.Routes)
+		see(`node 1 true "beside Cilium"; one 1 false ""`)
+		node.Declare("\x1b[2Jall is well", node.Routes)
+		see(`node 1 true "?[2Jall is well"; one 1 false ""`)
+		node.Declare(wire.Beside+"Cilium", node.Routes)
+		synctest.Wait()
+		if got := fmt.Sprint(r.Beside()); got != "map[Cilium:1]" {
+			t.Errorf("beside kube-proxy are %s", got)
 		}
 	})
 }

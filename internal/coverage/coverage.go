@@ -12,6 +12,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -79,6 +80,9 @@ type Source struct {
 	// Everywhere returns the agents whose gateways may send to pods of every Service. It is called
 	// once a second at most.
 	Everywhere func() []drain.Acknowledger
+	// Beside returns what chooses pods on nodes besides kube-proxy and cannot be observed, by name,
+	// with the number of nodes. It is called as often. Nil: nothing.
+	Beside func() map[string]int
 	// Asks reports whether some agent may be asked at a gate about pods of one of these. Excluded
 	// are the namespaces whose pods never wait. Only [Source.Summary] uses these.
 	Asks     func(drain.Gate, []drain.Service) bool
@@ -89,6 +93,8 @@ type Source struct {
 	kinds []kind
 	at    time.Time
 	nodes []drain.AgentID
+	// beside is what Beside returned at that time.
+	beside map[string]int
 	// last is what Summary returned last.
 	last struct {
 		sync.Mutex
@@ -165,7 +171,19 @@ func (s *Source) of(ctx context.Context, name drain.Service, barrier bool, pods 
 	for _, kind := range unread {
 		add(Consumer{Name: kind + " objects", Kind: kind, State: Possible, Why: "the coordinator could not list them"})
 	}
-	observed := slices.ContainsFunc(s.nodeAgents(), func(id drain.AgentID) bool { return !gateways[id] })
+	nodes, beside := s.nodeAgents()
+	observed := slices.ContainsFunc(nodes, func(id drain.AgentID) bool { return !gateways[id] })
+	if service.Spec.ClusterIP == corev1.ClusterIPNone {
+		beside = nil
+	}
+	for _, name := range slices.Sorted(maps.Keys(beside)) {
+		c := Consumer{Name: name, Kind: name, State: Uncovered,
+			Why: fmt.Sprintf("on %d nodes it chooses pods by itself and cannot acknowledge", beside[name])}
+		if !barrier {
+			c.State = Possible // as kube-proxy
+		}
+		cannot(c)
+	}
 	for _, c := range unaided(&service, observed, barrier) {
 		if c.Kind == kubeProxy {
 			add(c)
@@ -179,12 +197,16 @@ func (s *Source) of(ctx context.Context, name drain.Service, barrier bool, pods 
 	return is, errs
 }
 
-// nodeAgents returns the agents that observe kube-proxy on their nodes and are waited for.
-func (s *Source) nodeAgents() []drain.AgentID {
+// nodeAgents returns the agents that observe kube-proxy on their nodes and are waited for, and what
+// chooses pods beside it.
+func (s *Source) nodeAgents() ([]drain.AgentID, map[string]int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if now := time.Now(); now.Sub(s.at) >= time.Second {
 		s.at, s.nodes = now, nil
+		if s.Beside != nil {
+			s.beside = s.Beside()
+		}
 		for _, a := range s.Everywhere() {
 			observes := a.Population == drain.Nodes || !a.Declared && a.Label == drain.LabelObserved
 			if a.Barrier && observes && !a.Suspended && a.Until.IsZero() {
@@ -192,7 +214,7 @@ func (s *Source) nodeAgents() []drain.AgentID {
 			}
 		}
 	}
-	return s.nodes
+	return s.nodes, s.beside
 }
 
 // Uncovered names the consumers of services that route them and are not waited for. With an error

@@ -132,6 +132,7 @@ func TestWhoRoutesAService(t *testing.T) {
 		agents  []drain.AgentInfo
 		nodes   []drain.Acknowledger
 		barrier bool
+		beside  map[string]int
 		// want are the consumers besides kube-proxy: name, state and what the reason contains.
 		want []string
 		// proxy is kube-proxy's state.
@@ -149,6 +150,18 @@ func TestWhoRoutesAService(t *testing.T) {
 			barrier: true, proxy: Possible},
 		"kube-proxy, an agent that is away": {
 			nodes: observer(func(a *drain.Acknowledger) { a.Until = time.Now() }), barrier: true, proxy: Possible},
+		"Cilium beside kube-proxy": {nodes: observer(nil), barrier: true, beside: map[string]int{"Cilium": 3},
+			proxy: Acknowledges,
+			want:  []string{"Cilium Uncovered: on 3 nodes it chooses pods by itself and cannot acknowledge"}},
+		"Cilium beside kube-proxy, stated": {service: func(s *corev1.Service) {
+			s.Annotations = map[string]string{StatedWait: "20s"}
+		}, nodes: observer(nil), barrier: true, beside: map[string]int{"Cilium": 3}, proxy: Acknowledges,
+			want: []string{"Cilium Waited: on 3 nodes"}},
+		"Cilium beside kube-proxy, no barrier": {beside: map[string]int{"Cilium": 3}, proxy: Possible,
+			want: []string{"Cilium Possible: on 3 nodes"}},
+		"Cilium beside kube-proxy, headless": {
+			service: func(s *corev1.Service) { s.Spec.ClusterIP = corev1.ClusterIPNone },
+			beside:  map[string]int{"Cilium": 3}, want: []string{"DNS Possible: clients that resolve"}},
 		"external addresses": {service: func(s *corev1.Service) { s.Spec.ExternalIPs = []string{"192.0.2.1"} },
 			proxy: Uncovered},
 		"a NodePort": {service: func(s *corev1.Service) { s.Spec.Type = corev1.ServiceTypeNodePort },
@@ -262,6 +275,7 @@ func TestWhoRoutesAService(t *testing.T) {
 				return a
 			}
 			s.Everywhere = func() []drain.Acknowledger { return c.nodes }
+			s.Beside = func() map[string]int { return c.beside }
 			is, err := s.Of(t.Context(), web, c.barrier)
 			if err != nil || !is.Known {
 				t.Fatalf("known %t: %v", is.Known, err)

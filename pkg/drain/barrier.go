@@ -36,8 +36,9 @@ import (
 // the pod during the barrier counts only once the gateway must have learned of it
 // ([Barrier.Young]).
 //
-// Waits that Services state for consumers that can never acknowledge run in parallel with the
-// acknowledgements, from the deletion on. So does the wait for agents that were not in the sample.
+// The wait for agents that were not in the sample runs in parallel with the acknowledgements, from
+// the deletion on. So do waits that Services state for consumers that can never acknowledge; these
+// are only time, so the agent on the pod's node makes them, and they keep no place here.
 //
 // The barrier ends when the pod is deleted ([Ledger.GatePassed]). If that is never observed, the
 // barrier is abandoned Times.Memory after its deadline.
@@ -405,14 +406,16 @@ func (l *Ledger) length(d *drain) time.Duration {
 	return l.times.Deadline
 }
 
-// stated adds to the status of a barrier the waits that do not depend on acknowledgements.
+// stated adds to the status of a barrier the waits that do not depend on acknowledgements: the
+// stated one, and that for agents outside of the sample, until which it is not released.
 func (l *Ledger) stated(now time.Time, d *drain, s Status) Status {
-	s.Stated = max(d.barrier.stated, d.barrier.rest)
-	if d.barrier.rest > 0 {
-		s.Stated = max(s.Stated, d.barrier.young) // agents outside of the sample may not have learned of it
+	rest := d.barrier.rest
+	if rest > 0 {
+		rest = max(rest, d.barrier.young) // they may not have learned of it
 	}
-	until := d.since.Add(s.Stated)
-	s.Cut = until.After(s.Deadline)
+	s.Stated = max(d.barrier.stated, rest)
+	s.Cut = d.since.Add(s.Stated).After(s.Deadline)
+	until := d.since.Add(rest)
 	if s.Phase != Released || s.Reason == Deadline || !now.Before(until) {
 		return s
 	}

@@ -363,50 +363,26 @@ func TestTheLastTargetIsNamedAtTheIdleBound(t *testing.T) {
 	w.wantBarrier(p, "Released IdleBound node-1:removed")
 }
 
-func TestStatedWaitsRunBesideTheAcknowledgements(t *testing.T) {
+// A stated wait is only time: the agent on the pod's node makes it, and is told how long it is.
+func TestAStatedWaitKeepsNoBarrier(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
 	w.observe("node-1")
 	w.open(p, "node-1", func(b *Barrier) { b.Stated = 12 * time.Second })
+	w.wantBarrier(p, "Unrouting node-1:unknown")
 	w.pass(5 * time.Second)
 	w.see("node-1", p, Idle, true)
-	w.wantBarrier(p, "Quiescing")
-	if s := w.Status(w.now, AtBarrier, p.UID); !s.Recheck.Equal(t0.Add(12*time.Second)) || s.Cut {
-		t.Errorf("looked at again at %s, cut %t", s.Recheck.Sub(t0), s.Cut)
-	}
-	w.pass(7 * time.Second)
 	w.wantBarrier(p, "Released Acknowledged")
+	if s := w.Status(w.now, AtBarrier, p.UID); s.Stated != 12*time.Second || s.Cut {
+		t.Errorf("stated %s, cut %t", s.Stated, s.Cut)
+	}
 	// No agent to ask, and a wait that is longer than the bound.
 	w = newWorld(t)
 	w.open(p, "node-1", func(b *Barrier) { b.Stated = time.Minute })
-	w.wantBarrier(p, "Quiescing")
-	w.pass(30 * time.Second)
-	w.wantBarrier(p, "Released Deadline")
+	w.wantBarrier(p, "Released NoAgents")
 	if s := w.Status(w.now, AtBarrier, p.UID); !s.Cut || s.Stated != time.Minute {
 		t.Errorf("%+v", s)
 	}
-}
-
-// The Idle bound runs while connections are open, not from the first time that all agents said
-// Removed: connections that come during a stated wait would be cut at its end.
-func TestConnectionsThatComeDuringAStatedWait(t *testing.T) {
-	w := newWorld(t)
-	p := pod("a")
-	w.observe("node-1")
-	w.open(p, "node-1", func(b *Barrier) { b.Stated = 15 * time.Second })
-	w.pass(time.Second)
-	w.see("node-1", p, Removed, false)
-	w.wantBarrier(p, "Quiescing node-1:removed")
-	w.pass(time.Second)
-	w.see("node-1", p, Idle, true)
-	w.wantBarrier(p, "Quiescing")
-	w.pass(12 * time.Second)
-	w.see("node-1", p, Removed, false)
-	w.wantBarrier(p, "Quiescing node-1:removed")
-	w.pass(9 * time.Second)
-	w.wantBarrier(p, "Quiescing node-1:removed")
-	w.pass(time.Second)
-	w.wantBarrier(p, "Released IdleBound node-1:removed")
 }
 
 func TestTheBoundsOfTheBarrier(t *testing.T) {

@@ -38,14 +38,15 @@ type Directed interface {
 
 	// Observe reads what every live process does with keys. It is an error if one live process
 	// could not be read, because an unread process could be routing, unless that process accepts no
-	// new connections and counts as routing to all keys. A pool that the process taking new
-	// requests has not loaded is no error: the Observation names it as unread and says nothing of
-	// its keys.
+	// new connections and counts as routing to all keys. A pool that cannot be read, because the
+	// process taking new requests has not loaded it for example, is no error: the Observation names
+	// it as unread and says nothing of its keys. The others are read.
 	Observe(ctx context.Context, keys []health.Key) (health.Observation, error)
 
 	// Owned lists the keys that an agent (this one or an earlier one) made in the gateway, whether
 	// routed or not. Servers that operators configured are not among them. The Director uses it at
-	// start and for each new generation, to remove keys that are not wanted any more.
+	// start and for each new generation, to remove keys that are not wanted any more. A pool that
+	// cannot be read is left out, and makes another generation when it can be.
 	Owned(ctx context.Context) ([]health.Key, error)
 
 	// Stopped reports whether the data plane has ended: nothing answers in its place, and nothing

@@ -31,7 +31,7 @@ type Observed interface {
 
 	// Absent reports whether there is no data plane that can be observed here. It must not block:
 	// the agent calls it several times a second. While it is true, the agent declares that it
-	// cannot acknowledge.
+	// cannot acknowledge. So it is where something that cannot be observed sends too.
 	Absent() bool
 }
 
@@ -75,6 +75,13 @@ type Reading struct {
 	// Written is when what configures the data plane was last seen at work. Zero: that cannot be
 	// seen. If it is long ago, a target that was never sent to may never have been configured.
 	Written time.Time
+}
+
+// Sharer is an [Observed] beside which another data plane may choose pods that cannot be observed.
+type Sharer interface {
+	// Beside returns the name of that data plane, "" if there is none. While there is one, Absent
+	// returns true. It must not block.
+	Beside() string
 }
 
 // Moder is an [Observed] whose data plane has more than one mode.

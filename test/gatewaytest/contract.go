@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -47,6 +48,9 @@ type Harness struct {
 	// the gateway has not received may be routed, the last target of a pool always is, and a
 	// restart of the proxy does not change the generation.
 	Masks bool
+	// Unreadable makes another pool of the gateway, of which the proxy tells nothing. It may replace
+	// Gateway.
+	Unreadable func(t testing.TB) health.Pool
 	// GoneWithin bounds how long an idle target may take to be gone after WantAbsent; 0 means 10 s.
 	GoneWithin time.Duration
 }
@@ -72,6 +76,7 @@ func Run(t *testing.T, start func(t *testing.T) *Harness) {
 		{"gone deletes the target", gone},
 		{"two pods at one address are two targets", twoPods},
 		{"an unknown pool is an error", unknownPool},
+		{"a pool that cannot be read hides no other", unreadablePool},
 		{"an unknown target is neither present nor routed", unknownTarget},
 		{"a proxy that hangs does not outlast the deadline", hanging},
 		{"a dead proxy is an error and not an observation", dead},
@@ -608,6 +613,34 @@ func unknownPool(t *testing.T, s *suite) {
 	if _, err := s.Gateway.Observe(s.ctx(), []health.Key{stranger}); err == nil {
 		t.Error("observing an unknown pool is no error")
 	}
+}
+
+func unreadablePool(t *testing.T, s *suite) {
+	s.needs("Unreadable", s.Unreadable != nil)
+	bs, ks := s.backends(2)
+	other := s.key(bs[1], "another-pool")
+	other.Pool, other.Target.Addr = s.Unreadable(s), netip.MustParseAddrPort("127.0.0.99:9")
+	// The op on that pool may fail. It does not stop the other one.
+	_ = s.Gateway.Apply(s.ctx(), append(ops(health.WantRouted, other), ops(health.WantRemoved, ks[0])...))
+	o, err := s.Gateway.Observe(s.ctx(), append(ks, other))
+	if err != nil {
+		t.Fatalf("observe: %v", err)
+	}
+	for i, k := range ks {
+		if is, read := o.Seen[k]; !read || is.Routed != (i != 0) {
+			t.Errorf("%s is seen as %+v, %t; unread %v", k, is, read, o.Unread)
+		}
+	}
+	if is, read := o.Seen[other]; read && !is.Routed {
+		t.Errorf("%s is seen as %+v", other, is)
+	}
+	list, err := s.Gateway.Owned(s.ctx())
+	for _, k := range ks {
+		if err != nil || !slices.Contains(list, k) {
+			t.Errorf("owned: %v, %v; want %s", list, err, k)
+		}
+	}
+	s.avoids(bs[0])
 }
 
 func unknownTarget(t *testing.T, s *suite) {

@@ -32,6 +32,10 @@ func TestFakeContract(t *testing.T) {
 			Freeze:    func(testing.TB) { f.freeze() },
 			Thaw:      func(testing.TB) { f.thaw() },
 			Kill:      func(testing.TB) { f.kill() },
+			Unreadable: func(testing.TB) health.Pool {
+				f.unread = "unread"
+				return f.unread
+			},
 		}
 	})
 }
@@ -78,6 +82,7 @@ type fake struct {
 	dead       bool
 	frozen     chan struct{} // nil while it answers
 	pool       health.Pool
+	unread     health.Pool         // a pool that cannot be read
 	saved      map[health.Key]bool // what a reload routes
 	now        *fakeProcess
 	old        []*fakeProcess
@@ -245,6 +250,10 @@ func (f *fake) Observe(ctx context.Context, keys []health.Key) (health.Observati
 	o := health.Observation{Generation: fmt.Sprintf("fake %d", f.generation), At: at,
 		Seen: map[health.Key]health.Seen{}}
 	for _, k := range keys {
+		if k.Pool == f.unread && k.Pool != "" {
+			o.Unread = map[health.Pool]error{k.Pool: errors.New("it cannot be read")}
+			continue
+		}
 		if k.Pool != f.pool {
 			return health.Observation{}, fmt.Errorf("no pool %q", k.Pool)
 		}

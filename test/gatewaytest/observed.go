@@ -22,6 +22,8 @@ type ObservedHarness struct {
 	// Route makes the data plane send to Target too, Unroute only to the other target. Both are
 	// also called from other goroutines, and may return before the data plane follows.
 	Route, Unroute func()
+	// Clutter adds an entry of other targets that the agent cannot read. Nil: the data plane has none.
+	Clutter func()
 	// Connect opens a connection through the data plane. It reports whether Target has it.
 	Connect func() (atTarget bool, end func(), err error)
 }
@@ -109,6 +111,20 @@ var observedParts = map[string]func(*ObservedHarness) error{
 			return fmt.Errorf("%+v lacks its generation or its time", r)
 		}
 		return nil
+	},
+	"an entry that cannot be read hides no other": func(h *ObservedHarness) error {
+		if h.Clutter == nil {
+			return nil
+		}
+		h.Clutter()
+		w, follow := h.watch()
+		defer w.Close()
+		h.Route()
+		if err := follow(health.Routing); err != nil {
+			return err
+		}
+		h.Unroute()
+		return follow(health.Idle)
 	},
 	"a closed watch is told nothing": func(h *ObservedHarness) error {
 		var told atomic.Int64

@@ -16,6 +16,7 @@ import (
 // concurrent use.
 type FakeObserved struct {
 	absent atomic.Bool
+	beside atomic.Pointer[string]
 
 	mu       sync.Mutex
 	readings map[netip.AddrPort]gateway.Reading
@@ -73,6 +74,17 @@ func (f *FakeObserved) Mode() string { return "nftables" }
 
 // SetAbsent says what Absent returns.
 func (f *FakeObserved) SetAbsent(absent bool) { f.absent.Store(absent) }
+
+// Beside implements gateway.Sharer.
+func (f *FakeObserved) Beside() string {
+	if name := f.beside.Load(); name != nil {
+		return *name
+	}
+	return ""
+}
+
+// SetBeside says what Beside returns.
+func (f *FakeObserved) SetBeside(name string) { f.beside.Store(&name) }
 
 // Audits implements gateway.Auditor.
 func (f *FakeObserved) Audits() gateway.Audits { return gateway.Audits{Same: 1} }

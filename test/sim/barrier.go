@@ -393,8 +393,9 @@ type pass struct {
 	at     time.Duration
 	// excused holds the node agents that were not owed, and why.
 	excused map[*agent]string
-	// status is what a coordinator has answered.
+	// status is what a coordinator has answered, stated the wait that a Service states.
 	status wire.BarrierStatus
+	stated time.Duration
 }
 
 // hook is a preStop hook that waits: the steps of package hooks.
@@ -407,6 +408,7 @@ type hook struct {
 	// run is that of the kubelet that waits for the answer, began when its clock began.
 	run   int
 	began time.Duration
+	seen  time.Time // by the agent's clock
 	// passed is the answer of a coordinator, request what it is asked. try counts those that were
 	// asked, turn the pauses.
 	passed    pass
@@ -443,7 +445,8 @@ func (a *agent) wait(p *pod, run int) {
 			return
 		}
 	}
-	h := &hook{p: p, a: a, run: run, began: p.committed, local: a.kernel.Watch(p.targets(), nil),
+	h := &hook{p: p, a: a, run: run, began: p.committed, seen: a.now().Add(p.committed - w.at),
+		local: a.kernel.Watch(p.targets(), nil),
 		Wait: hooks.NewWait(a.now(), nodepods.Pod{
 			Pod: p.drainPod(), Bound: keys.DefaultBound, Allowed: kubeletMost, Since: epoch.Add(p.committed),
 			Seen:    a.now().Add(p.committed - w.at),
@@ -472,6 +475,7 @@ func (h *hook) look() {
 	}
 	h.Look(h.a.now(), h.local.Reading())
 	if h.Over {
+		h.checkStated()
 		h.passed.reason = string(h.Outcome)
 		h.finish(h.passed)
 		return
@@ -696,7 +700,8 @@ func (c *coord) passes(x *barred) {
 		if !p.stopped { // else its hook did not wait for this replica, and what that lost was judged then
 			c.checkPass(p, p.host, s, &why)
 		}
-		c.checkStated(p, s, x.stated)
+		why.stated = x.stated
+		c.checkRest(p, s)
 		c.log("barrier of %s: %s", p.uid, s.Reason)
 	case s.Waits():
 		why.reason = s.Phase.String()
@@ -789,15 +794,28 @@ func (c *coord) streaming(a *agent) bool {
 	})
 }
 
-// checkStated looks at the times of a barrier that is passed before its deadline.
-func (c *coord) checkStated(p *pod, s drain.Status, stated time.Duration) {
+// checkStated looks at the time of a hook that ends before its deadline by the answer of a
+// coordinator.
+func (h *hook) checkStated() {
+	if !slices.ContainsFunc([]drain.Reason{drain.Acknowledged, drain.IdleBound, drain.LastTarget, drain.NoAgents,
+		drain.Suspended, drain.AgentsLost}, func(r drain.Reason) bool { return r.String() == string(h.Outcome) }) {
+		return
+	}
+	if over := h.a.now().Sub(h.seen); over < h.passed.stated && over < keys.DefaultBound {
+		h.a.w.fail(checkStated, "%s lets %s stop by %s after %s, and %s is the wait that one of its Services states",
+			h.a.name, h.p.uid, h.Outcome, over, h.passed.stated)
+	}
+}
+
+// checkRest looks at the time of a barrier that is passed before its deadline without some nodes.
+func (c *coord) checkRest(p *pod, s drain.Status) {
 	w := c.w
 	switch s.Reason {
 	case drain.Acknowledged, drain.IdleBound, drain.LastTarget, drain.NoAgents, drain.Suspended, drain.AgentsLost:
 	default:
 		return
 	}
-	who := "one of its Services states"
+	stated, who := time.Duration(0), ""
 	for _, a := range w.agents {
 		if rest := c.rested[p.uid]; a.kernel != nil && c.streaming(a) &&
 			c.toldAtBarrier(p, p.host, a) == "not asked: not in the sample" && rest > stated {

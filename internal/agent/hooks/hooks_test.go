@@ -415,7 +415,21 @@ func TestHooksEnd(t *testing.T) {
 				}
 			},
 			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 25 * time.Second,
-			most: 25*time.Second + askAgain,
+			most: 25*time.Second + 2*countedFresh + countedLate + askAgain, // it asks again
+		},
+		"a wait of 5s, and a gateway sends to the pod again at its end, for 3s": {
+			before: func(n *testNode) {
+				n.atMost("Acknowledged", 5*time.Second, 0)
+				asked := 0
+				n.ask = func(context.Context, wire.BarrierRequest) (wire.BarrierStatus, error) {
+					if asked++; asked == 2 {
+						time.Sleep(3 * time.Second)
+					}
+					return wire.BarrierStatus{Reason: "Acknowledged", AtMostMillis: 5000}, nil
+				}
+			},
+			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 8 * time.Second,
+			most: 8*time.Second + countedLate + askAgain,
 		},
 		"a wait of at most 60s, longer than the bound": {
 			before: func(n *testNode) { n.atMost("Acknowledged", time.Minute, time.Hour) },

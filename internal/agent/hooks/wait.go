@@ -61,7 +61,10 @@ type Wait struct {
 	counting bool
 	// passed is the answer of a coordinator at passedAt. removedAt is since when the kernel has
 	// been Removed, unknownAt since when it could not be read. Zero: not yet.
-	passed                         wire.BarrierStatus
+	passed wire.BarrierStatus
+	// waited: the wait that passed states was not over yet when it came. When it is over, a
+	// coordinator is asked again: gateways may have begun to send to the pod again.
+	waited                         bool
 	passedAt, removedAt, unknownAt time.Time
 }
 
@@ -101,7 +104,11 @@ func (w *Wait) Look(now time.Time, is gateway.Reading) {
 		w.end(outLocal, "this node's kernel is "+is.State.String()+"; "+w.trouble)
 		return
 	}
+	if w.waited && w.statedOver(now, is) && now.Before(w.pod.Deadline()) {
+		w.waited, w.asked, w.passedAt, w.askAt = false, false, time.Time{}, now
+	}
 	passed := !w.passedAt.IsZero()
+	w.waited = w.waited || passed && !w.statedOver(now, is)
 	age := now.Sub(is.Counted)
 	if passed {
 		if why, over := w.mayStop(now, is); over {

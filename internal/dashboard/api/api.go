@@ -227,6 +227,10 @@ const (
 // GatewayAbsent is the [Agent.GatewayMode] if there is no gateway that the agent can observe.
 const GatewayAbsent = "absent"
 
+// GatewayBeside begins the [Agent.GatewayMode] if a program beside the gateway, whose name follows,
+// chooses pods too and cannot be observed.
+const GatewayBeside = "beside "
+
 // Agent is one agent, and through it one gateway.
 type Agent struct {
 	// ID is its pod's UID, Name the pod's namespace/name.
@@ -234,7 +238,7 @@ type Agent struct {
 	Name string `json:"name"`
 	Node string `json:"node,omitempty"`
 	// Gateway is the kind of its gateway. GatewayMode is the mode in which the agent has found it:
-	// nftables or iptables for kube-proxy, or [GatewayAbsent]. Absent: the agent has not sent it.
+	// nftables or iptables for kube-proxy, [GatewayAbsent] or [GatewayBeside]. Absent: the agent has not sent it.
 	Gateway     string `json:"gateway,omitempty"`
 	GatewayMode string `json:"gatewayMode,omitempty"`
 	// State is [AgentConnected] or another one.

@@ -484,8 +484,8 @@ function drawDrains(v) {
 
 const barrierPhases = {
   Unrouting: ['calm', 'it is terminating; gateways stop routing to it by themselves'],
-  Quiescing: ['calm', 'nothing new is sent to it; connections end, or a stated wait'],
-  Released: ['good', 'its hooks were answered, but for waits of "at most"'],
+  Quiescing: ['calm', 'nothing new is sent to it; connections end'],
+  Released: ['good', 'its hooks were answered, but for stated waits'],
 };
 
 function drawBarriers(v) {
@@ -494,7 +494,7 @@ function drawBarriers(v) {
     const [kind, says] = barrierPhases[b.phase] || ['', ''];
     const list = b.phase === 'Released' ? el('ul', { class: 'reports' }, el('li', null, b.reason)) : reportList(b);
     const also = [];
-    if (b.statedUntil && b.phase !== 'Released') also.push('a stated wait of ' + duration(b.statedSeconds) + (b.cut ? ', which its bound cuts' : ''));
+    if (b.statedUntil && new Date(b.statedUntil) > Date.now()) also.push('a stated wait of ' + duration(b.statedSeconds) + (b.cut ? ', which its bound cuts' : ''));
     if (b.last) also.push('no other endpoint is ready: gateways may keep it, and it only has to be quiet');
     if (b.sampled) also.push('a sample of nodes is asked');
     also.push((b.hook ? 'hook ' + b.hook.replace(',', ' and ') : 'hook') + ', asked by ' + b.askedBy);

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/target"
 )
 
 // Agents report the health of their targets for operators; nothing is decided by it. These reports
@@ -127,6 +128,12 @@ func ParseHealth(line []byte) (Health, error) {
 	var l healthLine
 	if err := json.Unmarshal(line, &l); err != nil {
 		return Health{}, fmt.Errorf("health: %w", err)
+	}
+	for _, s := range l.Health.Changed {
+		for i := range s.Targets {
+			t := &s.Targets[i]
+			t.Pod, t.Why, t.Last = target.Printable(t.Pod), target.Printable(t.Why), target.Printable(t.Last)
+		}
 	}
 	return l.Health, l.Health.Check()
 }

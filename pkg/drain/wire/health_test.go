@@ -120,6 +120,19 @@ func TestATellerSaysOnlyWhatIsNew(t *testing.T) {
 	}
 }
 
+// The texts are the agent's, and some of them its backends': none ends a line of an operator's
+// terminal, or does more there.
+func TestHealthIsPrintable(t *testing.T) {
+	h, err := ParseHealth([]byte(`{"health":{"session":1,"changed":[{"service":{"namespace":"a","name":"b"},"targets":[
+		{"address":"10.0.0.1:80","pod":"a/p\u001b[2J","why":"\u202eno","last":"one\ntwo"}]}]}}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := h.Changed[0].Targets[0]; got.Pod != "a/p?[2J" || got.Why != "?no" || got.Last != "one?two" {
+		t.Errorf("%q", got)
+	}
+}
+
 func TestHealthThatIsRefused(t *testing.T) {
 	long := strings.Repeat("x", MaxName+1)
 	many := func(n int, text string) string { return strings.Repeat(text+",", n-1) + text }

@@ -32,6 +32,7 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/target"
 )
 
 // Protocol is the version that this code speaks.
@@ -98,7 +99,10 @@ func (o Offer) Query() string {
 // too long names its key. If the agent does not speak [Protocol], the error names the versions of
 // both sides.
 func ParseOffer(q url.Values) (Offer, error) {
-	o := Offer{Features: q[queryFeature], Boot: q.Get(queryBoot), Build: q.Get(queryBuild)}
+	o := Offer{Features: q[queryFeature], Boot: q.Get(queryBoot), Build: target.Printable(q.Get(queryBuild))}
+	for i, f := range o.Features {
+		o.Features[i] = target.Printable(f)
+	}
 	offered := q[queryProtocol]
 	switch {
 	case len(o.Build) > MaxName:
@@ -212,13 +216,18 @@ type Declaration struct {
 	// which this is a replica. Empty for agents that observe nothing.
 	Population string `json:"population,omitempty"`
 	// GatewayMode is the mode in which the agent has found its gateway, for operators: that of
-	// kube-proxy, or [GatewayAbsent]. Empty: the gateway has no modes, or the mode is not known.
+	// kube-proxy, [GatewayAbsent], or [Beside]. Empty: the gateway has no modes, or the mode is not
+	// known.
 	GatewayMode string        `json:"gatewayMode,omitempty"`
 	Routes      []drain.Route `json:"routes"`
 }
 
 // GatewayAbsent is the [Declaration.GatewayMode] of a gateway that is not there.
 const GatewayAbsent = "absent"
+
+// Beside begins the [Declaration.GatewayMode] of a gateway that another program shares the node
+// with, which chooses pods too and cannot be observed. The program's name follows.
+const Beside = "beside "
 
 // Declared answers a Declaration. The stream then has the open drains of the declared Services,
 // followed by a Message of type synced with this number. The agent excludes these pods before it
@@ -286,7 +295,8 @@ type BarrierStatus struct {
 	// for idle keep-alive connections, after its own kernel has stopped routing to the pod. 0:
 	// neither the pod nor one of its Services asks for that.
 	IdleBoundMillis int64 `json:"idleBoundMillis,omitempty"`
-	// AtMostMillis is how long after the deletion the agent still has to wait. The wait ends
+	// AtMostMillis is how long after the deletion the agent still has to wait: a stated wait is only
+	// time, and keeps no place at the coordinator. With a QuietMillis the wait ends
 	// earlier once the agent has seen for QuietMillis that no connection to the pod is open and
 	// none is opened. 0: no wait.
 	AtMostMillis int64 `json:"atMostMillis,omitempty"`

@@ -53,6 +53,7 @@ type fake struct {
 	// a Service, in a dictionary that the workers share.
 	observed   bool
 	discovered map[string][]string
+	cluttered  bool
 	// unlisted is what workers say that they cannot list.
 	unlisted string
 }
@@ -98,8 +99,13 @@ func (f *fake) config() Config {
 		Upstreams: []Upstream{{Upstream: "web", Service: "shop/web"}}}
 }
 
-func (f *fake) open(name string) *Gateway {
-	g := open(f.config(), name)
+// open opens a gateway for the upstream web, and others.
+func (f *fake) open(name string, others ...string) *Gateway {
+	c := f.config()
+	for _, other := range others {
+		c.Upstreams = append(c.Upstreams, Upstream{Upstream: other, Service: "shop/" + other})
+	}
+	g := open(c, name)
 	g.proc = f.proc
 	return g
 }
@@ -374,6 +380,14 @@ func (f *fake) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
+// clutter adds a Service that discovery.kubernetes has found and nothing can decode.
+func (f *fake) clutter() {
+	f.set("upstreams/clutter", `{"service_name": "shop/clutter:http", "discovery_type": "kubernetes"}`)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.cluttered = true
+}
+
 // dump answers as discovery.kubernetes does.
 func (f *fake) dump(w http.ResponseWriter) {
 	f.mu.Lock()
@@ -389,6 +403,9 @@ func (f *fake) dump(w http.ResponseWriter) {
 		value, _ := json.Marshal(ports)
 		name, _, _ := strings.Cut(service, ":")
 		endpoints = append(endpoints, map[string]any{"name": name, "value": string(value)})
+	}
+	if f.cluttered {
+		endpoints = append(endpoints, map[string]any{"name": "shop/clutter", "value": "{torn"})
 	}
 	all := []any{map[string]any{"endpoints": endpoints}}
 	answer(w, http.StatusOK, map[string]any{"config": map[string]any{}, "endpoints": all})

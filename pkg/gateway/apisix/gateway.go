@@ -53,6 +53,7 @@ import (
 	"maps"
 	"math"
 	"net/http"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
@@ -82,8 +83,10 @@ type Gateway struct {
 	// out has the targets of the last reading that are out.
 	out map[health.Key]out
 	// creating has until when a creation without an answer may replace an upstream object. Until
-	// then each of its versions is a generation.
+	// then each of its versions is a generation. So is the first one of a pool in unowned, which
+	// the last list of owned targets left out because it could not be read.
 	creating map[health.Pool]time.Time
+	unowned  map[health.Pool]bool
 	// last is the last complete report. sees reports whether the agent sees the same processes in
 	// proc.
 	last *report
@@ -105,8 +108,8 @@ func open(cfg Config, name string) *Gateway {
 	g := &Gateway{
 		cfg: cfg, name: name, admin: strings.TrimSuffix(cfg.Admin, "/") + "/apisix/admin/", proc: "/proc",
 		services: map[health.Pool]string{}, out: map[health.Key]out{},
-		creating: map[health.Pool]time.Time{},
-		client:   &http.Client{Transport: &http.Transport{DisableKeepAlives: true}},
+		creating: map[health.Pool]time.Time{}, unowned: map[health.Pool]bool{},
+		client: &http.Client{Transport: &http.Transport{DisableKeepAlives: true}},
 	}
 	g.read = g.control
 	if cfg.Probe != "" {
@@ -197,37 +200,50 @@ func (g *Gateway) observe(ctx context.Context, keys []health.Key) (health.Observ
 	var nothing health.Observation
 	o := health.Observation{At: time.Now(), Seen: map[health.Key]health.Seen{}, Unread: map[health.Pool]error{}}
 	pools := map[health.Pool]*upstream{}
+	var silent error // the Admin API does not answer at all
+	load := func(pool health.Pool) *upstream {
+		if pools[pool] == nil && o.Unread[pool] == nil && silent == nil {
+			u, err := g.upstream(ctx, pool)
+			if pools[pool] = u; errors.As(err, new(*url.Error)) {
+				silent = err
+			} else if err != nil {
+				o.Unread[pool] = err
+			}
+		}
+		return pools[pool]
+	}
 	for _, k := range keys {
-		if pools[k.Pool] == nil {
-			u, err := g.upstream(ctx, k.Pool)
-			if err != nil {
-				return nothing, err
-			}
-			pools[k.Pool] = u
+		if g.services[k.Pool] == "" {
+			return nothing, fmt.Errorf("no upstream %q is configured", k.Pool)
 		}
-		if !pools[k.Pool].routes(k.Target) {
+		if u := load(k.Pool); u != nil && !u.routes(k.Target) {
 			if err := g.list(ctx); err != nil {
-				return nothing, err
+				o.Unread[k.Pool] = err
 			}
 		}
+	}
+	maps.DeleteFunc(g.creating, func(_ health.Pool, until time.Time) bool { return !o.At.Before(until) })
+	for _, pool := range slices.Sorted(maps.Keys(g.services)) {
+		_, creating := g.creating[pool]
+		if !creating && !g.unowned[pool] {
+			continue
+		}
+		if u := load(pool); u != nil {
+			o.Generation += fmt.Sprintf(" %s@%d", pool, u.version)
+		}
+	}
+	if silent != nil {
+		return nothing, silent
 	}
 	r, err := g.report(ctx)
 	if err != nil {
 		return nothing, err
 	}
-	o.Generation = r.generation()
-	for _, pool := range slices.Sorted(maps.Keys(g.creating)) {
-		if !o.At.Before(g.creating[pool]) {
-			delete(g.creating, pool)
+	o.Generation = r.generation() + o.Generation
+	for _, k := range keys {
+		if o.Unread[k.Pool] != nil {
 			continue
 		}
-		u, err := g.upstream(ctx, pool)
-		if err != nil {
-			return nothing, err
-		}
-		o.Generation += fmt.Sprintf(" %s@%d", pool, u.version)
-	}
-	for _, k := range keys {
 		is, err := g.see(k, pools[k.Pool], r)
 		if err != nil {
 			o.Unread[k.Pool] = err
@@ -274,12 +290,16 @@ func (g *Gateway) see(k health.Key, u *upstream, r *report) (health.Seen, error)
 	return is, nil
 }
 
-// Owned implements gateway.Directed: the targets that agents have labeled.
-func (g *Gateway) Owned(ctx context.Context) (keys []health.Key, err error) {
+// Owned implements gateway.Directed: the targets that agents have labeled. It leaves out a pool that
+// cannot be read. The generation is another one when it can be.
+func (g *Gateway) Owned(ctx context.Context) (keys []health.Key, _ error) {
 	for pool := range g.services {
 		u, err := g.upstream(ctx, pool)
-		if err != nil {
+		if errors.As(err, new(*url.Error)) {
 			return nil, fmt.Errorf("list owned targets: %w", err)
+		}
+		if g.unowned[pool] = err != nil; err != nil {
+			continue
 		}
 		for t := range u.labels {
 			keys = append(keys, health.Key{Pool: pool, Target: t})

@@ -158,8 +158,9 @@ func (r *reader) dump(get func(path string, into any) error, found map[string][]
 				Host string
 				Port int
 			}]
-			if err := json.Unmarshal([]byte(service.Value), &ports); err != nil {
-				return nil, fmt.Errorf("discovery of %s: %w", service.Name, err)
+			if json.Unmarshal([]byte(service.Value), &ports) != nil {
+				hosts = append(hosts, poll.Host{Name: service.Name}) // the pods of this one alone are unknown
+				continue
 			}
 			addresses := map[netip.Addr]bool{}
 			for _, nodes := range ports {

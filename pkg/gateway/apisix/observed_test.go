@@ -325,6 +325,7 @@ func TestObservedContract(t *testing.T) {
 		planes.RunGateway(t, g)
 		return &gatewaytest.ObservedHarness{
 			Gateway: g, Target: a.Addr, Route: func() { set(both) }, Unroute: func() { set(one) },
+			Clutter: f.clutter,
 			Connect: func() (bool, func(), error) {
 				at, end, err := gatewaytest.Stream(f.server.URL)
 				return at == a.Addr, end, err

@@ -137,6 +137,13 @@ func draining(b *gatewaytest.Backend) endpoint { return endpoint{b.Addr, "DRAINI
 
 func unhealthy(b *gatewaytest.Backend) endpoint { return endpoint{b.Addr, "UNHEALTHY"} }
 
+// clutter is another cluster, with a host that has no address.
+const clutter = `
+  - name: clutter
+    load_assignment: {cluster_name: clutter, endpoints: [{lb_endpoints: [
+      {endpoint: {address: {pipe: {path: /nowhere.sock}}}}]}]}
+`
+
 // The two ways in which control planes take an endpoint out: Contour and Istio remove it, Envoy
 // Gateway calls it DRAINING until the pod is gone.
 func TestContract(t *testing.T) {
@@ -149,8 +156,9 @@ func TestContract(t *testing.T) {
 			gatewaytest.RunObserved(t, func(t *testing.T) *gatewaytest.ObservedHarness {
 				a, b := gatewaytest.StartBackend(t, "127.0.71.1"), gatewaytest.StartBackend(t, "127.0.71.2")
 				unrouted := append(out(a), healthy(b))
-				p := start(t, "", unrouted...)
+				p := start(t, clutter, unrouted...)
 				return &gatewaytest.ObservedHarness{
+					Clutter: func() {}, // it is there from the start
 					Gateway: p.observe(), Target: a.Addr,
 					Route:   func() { p.set(healthy(a), healthy(b)) },
 					Unroute: func() { p.set(unrouted...) },

@@ -253,7 +253,7 @@ func harness(t *testing.T, b Backend) *gatewaytest.Harness {
 	p := newProxy(t, userFile, b)
 	g := p.gateway()
 	p.start()
-	return &gatewaytest.Harness{
+	h := &gatewaytest.Harness{
 		Gateway:    g,
 		Open:       func(testing.TB) gateway.Directed { return p.gateway() },
 		Owned:      "agent",
@@ -265,6 +265,12 @@ func harness(t *testing.T, b Backend) *gatewaytest.Harness {
 		Kill:       func(testing.TB) { p.end(p.cmd, p.exited) },
 		GoneWithin: 15 * time.Second,
 	}
+	h.Unreadable = func(testing.TB) health.Pool { // HAProxy has not loaded it
+		p.cfg.Backends = append(p.cfg.Backends, Backend{Backend: "later"})
+		h.Gateway = p.gateway()
+		return "later"
+	}
+	return h
 }
 
 func TestContract(t *testing.T) {

@@ -150,8 +150,10 @@ func TestContract(t *testing.T) {
 		h := newHAProxy(t, p, "option http-server-close")
 		h.start()
 		url := func(_, path string) string { return "http://" + h.listens + path }
+		p.config.Services = append(p.config.Services, Service{Service: "shop/refused", Port: "http"})
+		g := p.open(t)
 		return &gatewaytest.Harness{
-			Gateway:   controlled{p.open(t), h},
+			Gateway:   controlled{g, h},
 			Open:      func(t testing.TB) gateway.Directed { return controlled{p.open(t), h} },
 			Owned:     "shop/web:http",
 			Masks:     true,
@@ -163,6 +165,10 @@ func TestContract(t *testing.T) {
 				p.remove(t)
 			},
 			GoneWithin: 15 * time.Second,
+			Unreadable: func(testing.TB) health.Pool {
+				g.Refuse("shop/refused:http", "its connections cannot be told apart")
+				return "shop/refused:http"
+			},
 		}
 	})
 }

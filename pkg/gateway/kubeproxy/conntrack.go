@@ -28,6 +28,7 @@ import (
 const (
 	ctaTupleOrig  = 1
 	ctaTupleReply = 2
+	ctaStatus     = 3
 	ctaProtoInfo  = 4
 	ctaCounters   = 9 // what the client has sent; 10 is what the pod has
 	ctaID         = 12
@@ -51,6 +52,9 @@ const (
 	// The first and the last states of connections that are being opened or are open.
 	tcpSynSent, tcpEstablished, tcpSynSent2 = 1, 3, 9
 	sctpCookieWait, sctpEstablished         = 2, 4
+
+	// A flowtable, or hardware, has taken the connection over: IPS_OFFLOAD and IPS_HW_OFFLOAD.
+	statusOffload = 1<<14 | 1<<15
 
 	ctGet, ctDelete = 1, 2 // IPCTNL_MSG_CT_GET, IPCTNL_MSG_CT_DELETE
 )
@@ -115,6 +119,9 @@ const (
 type connection struct {
 	protocol uint8
 	state    uint8
+	// offloaded: its packets do not pass conntrack. It is open until it comes back, and its counters
+	// stand still.
+	offloaded bool
 	// to is the address that answers: the pod's, whatever address the client connected to.
 	to netip.AddrPort
 	// original, zone and id identify the entry, so that it can be deleted.
@@ -173,7 +180,7 @@ func (h *held) see(c connection, old bool, waiting, began, ended time.Time) {
 	h.connection = c
 	quiet := began.Sub(h.moved)
 	switch {
-	case c.protocol != unix.IPPROTO_TCP, h.kept:
+	case c.protocol != unix.IPPROTO_TCP, c.offloaded, h.kept:
 	case h.again:
 		h.kept = quiet >= keptQuiet || min(began.Sub(h.first), began.Sub(waiting)) >= maxKept
 	case h.answeredOnce(c.to.Addr()), h.unused(), old && c.asked.packets == 0:
@@ -236,6 +243,9 @@ func decodeConnection(b []byte) (c connection, err error) {
 	c.protocol = uint8(number(attribute(protocol, ctaProtoNum)))
 	for _, of := range []uint16{ctaInfoTCP, ctaInfoSCTP} {
 		c.state |= uint8(number(attribute(b, ctaProtoInfo, of, 1)))
+	}
+	if c.offloaded = number(attribute(b, ctaStatus))&statusOffload != 0; c.offloaded && c.state == 0 {
+		c.state = tcpEstablished // the kernel does not tell the state
 	}
 	for i, t := range []*traffic{&c.asked, &c.answered} {
 		counters := attribute(b, ctaCounters+uint16(i))

@@ -475,6 +475,8 @@ func TestHeld(t *testing.T) {
 		counts []count
 		udp    bool
 		old    bool
+		// offloaded: the counters stand still.
+		offloaded bool
 		// waiting is when the pod is Removed.
 		waiting time.Duration
 		kept    time.Duration // -1: never
@@ -502,6 +504,8 @@ func TestHeld(t *testing.T) {
 				i = min(i, 10)
 				return count{asked: sent(30+i, 2000), answered: sent(30+2*i, 2000+3000*i)}
 			})},
+		{name: "a flowtable carries it", kept: -1, offloaded: true,
+			counts: every(100*ms, 100, func(int64) count { return count{asked: sent(4, 200), answered: sent(3, 100)} })},
 		{name: "quiet since it was answered", kept: 1000 * ms,
 			counts: every(100*ms, 100, func(int64) count {
 				return count{asked: sent(4, 200), answered: sent(3, 100)}
@@ -557,7 +561,7 @@ func TestHeld(t *testing.T) {
 				var h held
 				for _, c := range test.counts {
 					one := connection{protocol: unix.IPPROTO_TCP, state: tcpEstablished, to: to, asked: c.asked,
-						answered: c.answered}
+						answered: c.answered, offloaded: test.offloaded}
 					if test.udp {
 						one.protocol = unix.IPPROTO_SCTP
 					}
@@ -579,6 +583,39 @@ func TestHeld(t *testing.T) {
 }
 
 // Clean deletes the connections of the pod, and no other.
+// The kernel dumps a connection that a flowtable carries without its TCP state and its timeout, and
+// without counting its packets unless the flowtable does. Requests run on it all the same. (Linux,
+// ctnetlink_dump_info; Calico's nftables data plane has a flowtable.)
+func TestOffloadedConnection(t *testing.T) {
+	be16 := func(n uint16) []byte { return binary.BigEndian.AppendUint16(nil, n) }
+	tuple := func(number uint16, from, to string, fromPort, toPort uint16) []byte {
+		return nest(number, nest(ctaTupleIP, encode(ctaIPv4Src, netip.MustParseAddr(from).AsSlice()),
+			encode(ctaIPv4Dst, netip.MustParseAddr(to).AsSlice())),
+			nest(ctaTupleProto, encode(ctaProtoNum, []byte{unix.IPPROTO_TCP}), encode(ctaProtoSrc, be16(fromPort)),
+				encode(3, be16(toPort))))
+	}
+	const ordinary = 1<<1 | 1<<2 | 1<<3 | 1<<5 // it has a reply, is assured and confirmed, and has DNAT
+	state := nest(ctaProtoInfo, nest(ctaInfoTCP, encode(1, []byte{tcpEstablished})))
+	for _, test := range []struct {
+		name            string
+		status          uint32
+		state           []byte
+		open, offloaded bool
+	}{
+		{"established", ordinary, state, true, false},
+		{"in the flowtable", ordinary | 1<<14, nil, true, true},
+		{"in hardware", ordinary | 1<<14 | 1<<15, nil, true, true},
+		{"closed", ordinary, nil, false, false},
+	} {
+		c, err := decodeConnection(slices.Concat(tuple(ctaTupleOrig, "10.244.2.9", "10.96.0.10", 40000, 80),
+			tuple(ctaTupleReply, "10.244.1.7", "10.244.2.9", 8080, 40000), encode32(ctaStatus, test.status),
+			test.state, encode32(ctaID, 7)))
+		if err != nil || c.open() != test.open || c.offloaded != test.offloaded {
+			t.Errorf("%s: open %t, offloaded %t, %v", test.name, c.open(), c.offloaded, err)
+		}
+	}
+}
+
 func TestClean(t *testing.T) {
 	empty(t)
 	network(t)

@@ -3,6 +3,7 @@ package kubeproxy
 import (
 	"fmt"
 	"net/netip"
+	"os/exec"
 	"slices"
 	"strings"
 	"testing"
@@ -240,6 +241,29 @@ func TestAbsent(t *testing.T) {
 	o.present = o.present.Add(-absentAfter)
 	o.mu.Unlock()
 	until(t, "no kube-proxy", o.Absent)
+}
+
+// Cilium balances by itself for the pods of a node, before kube-proxy's rules: these say nothing
+// then, and are evidence again once it has gone.
+func TestBeside(t *testing.T) {
+	empty(t)
+	s := service{"web", "10.96.0.1", false}
+	nft(t, append(setUp("ip"), s.sync([]string{"10.244.0.2:8080"})...)...)
+	run(t, "", "ip", "link", "add", "cilium_host", "type", "veth", "peer", "name", "cilium_net")
+	t.Cleanup(func() { _ = exec.Command("ip", "link", "delete", "cilium_host").Run() })
+	o := start(t, Options{})
+	w := watch(t, o, "10.244.0.1:8080")
+	w.stays(health.Unknown)
+	if !o.Absent() || o.Beside() != "Cilium" {
+		t.Errorf("absent %t, beside %q", o.Absent(), o.Beside())
+	}
+	run(t, "", "ip", "link", "delete", "cilium_host")
+	w.wait(health.Idle)
+	if o.Absent() || o.Beside() != "" {
+		t.Errorf("absent %t, beside %q", o.Absent(), o.Beside())
+	}
+	run(t, "", "ip", "link", "add", "cilium_host", "type", "veth", "peer", "name", "cilium_net")
+	w.wait(health.Unknown)
 }
 
 // Rules that kube-proxy has left behind have no pod that is younger than they are: it is Removed,

@@ -73,9 +73,14 @@ func (p *proxy) harness(a *gatewaytest.Backend, route, unroute func()) *gatewayt
 	}
 }
 
-// file is the file provider's: its servers are removed at once.
-func file(t testing.TB) (provider string, set func(...*gatewaytest.Backend)) {
+// file is the file provider's: its servers are removed at once. clutter adds servers that are no
+// addresses.
+func file(t testing.TB) (provider string, set func(...*gatewaytest.Backend), clutter func()) {
 	dir := t.TempDir()
+	clutter = func() {
+		planes.Replace(t, filepath.Join(dir, "clutter.yaml"), "http: {services: {clutter: {loadBalancer: {servers: "+
+			"[{url: 'http://web.shop'}, {url: 'http://%zz'}, {url: ''}]}}}}")
+	}
 	return "--providers.file.directory=" + dir, func(all ...*gatewaytest.Backend) {
 		var urls []string
 		for _, b := range all {
@@ -85,18 +90,20 @@ func file(t testing.TB) (provider string, set func(...*gatewaytest.Backend)) {
 			"http: {routers: {web: {rule: 'PathPrefix(`/`)', service: web}}, "+
 				"services: {web: {loadBalancer: {servers: [%s]}}}}",
 			strings.Join(urls, ",")))
-	}
+	}, clutter
 }
 
 func TestContract(t *testing.T) {
 	t.Run("removed", func(t *testing.T) {
 		gatewaytest.RunObserved(t, func(t *testing.T) *gatewaytest.ObservedHarness {
 			a, b := gatewaytest.StartBackend(t, "127.0.72.1"), gatewaytest.StartBackend(t, "127.0.72.2")
-			provider, set := file(t)
+			provider, set, clutter := file(t)
 			set(b)
 			p := start(t, provider)
 			routed(t, p, b)
-			return p.harness(a, func() { set(a, b) }, func() { set(b) })
+			h := p.harness(a, func() { set(a, b) }, func() { set(b) })
+			h.Clutter = clutter
+			return h
 		})
 	})
 	t.Run("fenced", func(t *testing.T) {
@@ -185,7 +192,7 @@ func TestAStickyCookieReachesAFencedServer(t *testing.T) {
 // before.
 func TestPooledConnectionsAreNotWaitedFor(t *testing.T) {
 	a, b := gatewaytest.StartBackend(t, "127.0.72.7"), gatewaytest.StartBackend(t, "127.0.72.8")
-	provider, set := file(t)
+	provider, set, _ := file(t)
 	set(b)
 	p := start(t, provider)
 	routed(t, p, b)
@@ -230,7 +237,7 @@ func TestPooledConnectionsAreNotWaitedFor(t *testing.T) {
 // generation, whose predecessor's readings prove nothing.
 func TestAStoppedTraefikIsUnknown(t *testing.T) {
 	a, b := gatewaytest.StartBackend(t, "127.0.72.9"), gatewaytest.StartBackend(t, "127.0.72.10")
-	provider, set := file(t)
+	provider, set, _ := file(t)
 	set(a, b)
 	p := start(t, provider)
 	w := p.observe().Watch([]netip.AddrPort{a.Addr}, func() {})

@@ -20,7 +20,7 @@ package.loaded[mod] = { discovery = { kubernetes = { nodes = function(name)
 end } } }
 local function iterate(values) return ipairs(values) end
 package.loaded["apisix.core"] = {
-    json = { encode = function(v) return v end },
+    json = { encode = function(v) return v end, decode = function(v) return v end },
     table = table,
     utils = { parse_addr = function(text)
         local host, port = text:match("^(.*):(%d+)$")
@@ -146,3 +146,39 @@ timers[1]()
 assert(dict["w:42"].nodes == nil and dict["w:42"].counting)
 plugin.rewrite(conf, early)
 assert(early.lameduck_began == nil)
+
+-- What a full dictionary drops may be of any process that runs then. Later ones lose nothing by it.
+local started = { [1] = 100, [42] = 101, [43] = 102 }
+io.open = function(path)
+    local pid, text = tonumber(path:match("%d+")), "nginx"
+    if path:match("/stat$") then
+        text = started[pid] and pid .. " (nginx) S 1 " .. ("0 "):rep(17) .. started[pid]
+    elseif path:match("/children$") then
+        text = ""
+        for child in pairs(started) do
+            text = child == 1 and text or text .. child .. " "
+        end
+    end
+    return text and { read = function() return text end, close = function() end }
+end
+local function lost()
+    local status, out = plugin.control_api()[1].handler()
+    assert(status == 200)
+    return out.lost
+end
+local function overflow()
+    local incr = dict.incr
+    dict.incr = function() return 1, nil, true end
+    plugin.rewrite({ observed = true }, {})
+    dict.incr = incr
+end
+assert(not lost())
+overflow()
+assert(lost())
+started[50], started[42] = 200, nil -- APISIX is reloaded, and 43 still has requests
+ngx.worker.pid = function() return 50 end
+assert(lost(), "43 was there")
+started[43] = nil
+assert(not lost(), "no process that was there runs any more")
+overflow()
+assert(lost())
