@@ -303,12 +303,14 @@ func (f *Facts) OfRouting(now time.Time, from Slices, ledger Standings, pod drai
 		f.Ready = f.Ready || l.Ready
 	}
 	f.Agents, _ = ledger.Expecting()
-	f.CouldRoute = ledger.CouldRoute(services)
+	standing := ledger.Pod(pod.UID)
+	f.Draining = standing.Draining
+	f.CouldRoute = f.Draining || ledger.CouldRoute(services)
 	if !f.CouldRoute {
 		return nil
 	}
 	all, f.LastOf = LastOf(from, listings, ledger, pod.UID)
-	for _, at := range ledger.Pod(pod.UID).Refused {
+	for _, at := range standing.Refused {
 		if now.Sub(at) < RefusedWindow {
 			f.Refused++
 		}

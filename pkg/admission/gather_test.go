@@ -11,6 +11,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
 	policyv1 "k8s.io/api/policy/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -153,7 +154,7 @@ func TestGather(t *testing.T) {
 		"not listed": {func(w *world, _ *request) { delete(w.slices.of, "uid-a") },
 			func(f *Facts) { f.Listed, f.Ready, f.CouldRoute = false, false, false }},
 		"listed a moment ago": {func(w *world, _ *request) {
-			w.slices.of["uid-a"] = []endpoints.Listing{{Service: webService, Left: true}}
+			w.slices.of["uid-a"] = []endpoints.Listing{{Service: webService, LeftAt: time.Now()}}
 		},
 			func(f *Facts) { f.Ready = false }},
 		"ready in one of two Services": {func(w *world, _ *request) {
@@ -182,7 +183,13 @@ func TestGather(t *testing.T) {
 		"an endpoint that is no pod is a target too": {func(w *world, _ *request) {
 			w.slices.usable[webService] = []health.UID{"", "uid-a"}
 		}, func(*Facts) {}},
-		"it drains itself": {func(w *world, _ *request) { w.ledger.draining["uid-a"] = time.Now() }, func(*Facts) {}},
+		"it drains itself": {func(w *world, _ *request) { w.ledger.draining["uid-a"] = time.Now() }, func(f *Facts) {
+			f.Draining = true
+		}},
+		"it has left its Services and drains": {func(w *world, _ *request) {
+			delete(w.slices.of, "uid-a")
+			w.ledger.draining["uid-a"] = time.Now()
+		}, func(f *Facts) { f.Listed, f.Ready, f.Draining = false, false, true }},
 		"the only one, and not ready": {func(w *world, _ *request) {
 			w.slices.of["uid-a"][0].Ready = false
 			w.slices.usable[webService] = nil
@@ -577,7 +584,8 @@ func TestAPodIsTheLastTargetOfAllItsRoutedServicesOrOfNone(t *testing.T) {
 		"its own Service stopped listing it": {func(w *world) {
 			w.ledger.routed = append(w.ledger.routed, drain.Service{Namespace: "shop", Name: "web-a"})
 			w.slices.usable[webService], w.slices.usable[own] = []health.UID{"uid-a"}, nil
-			w.slices.of["uid-a"] = []endpoints.Listing{{Service: webService, Ready: true}, {Service: own, Left: true}}
+			w.slices.of["uid-a"] = []endpoints.Listing{{Service: webService, Ready: true},
+				{Service: own, LeftAt: time.Now()}}
 		}, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -593,6 +601,35 @@ func TestAPodIsTheLastTargetOfAllItsRoutedServicesOrOfNone(t *testing.T) {
 				t.Errorf("gateways were asked: %t", asked)
 			}
 		})
+	}
+}
+
+// A blue/green switch: the Service selects other pods, and the old ones are deleted a delay later.
+// A request that began before may still run through a gateway, and only its agent knows. Without
+// this it is cut: the pod was deleted unasked, and an open drain of it given up, 10 s after the
+// switch.
+func TestARequestAcrossASwitch(t *testing.T) {
+	began := time.Now()
+	for _, draining := range []bool{false, true} {
+		for after, want := range map[time.Duration]Reason{
+			5 * time.Second: Draining, 11 * time.Second: Draining, 30 * time.Second: Draining,
+			endpoints.Memory - 1: Draining, endpoints.Memory: NotListed,
+		} {
+			w, index := newWorld(t), endpoints.NewIndex()
+			slice := &discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "web-1",
+				Labels: map[string]string{discovery.LabelServiceName: "web"}}, AddressType: discovery.AddressTypeIPv4,
+				Endpoints: []discovery.Endpoint{{Addresses: []string{"10.0.0.1"},
+					TargetRef: &corev1.ObjectReference{Kind: "Pod", UID: "uid-a"}}}}
+			index.Apply(began, slice)
+			index.Delete(began, slice)
+			if w.Cluster.Slices = index; draining {
+				w.ledger.draining["uid-a"], want = began, Draining
+			}
+			f, _, err := w.Cluster.gather(t.Context(), began.Add(after), w.deleteA())
+			if got := Decide(f); err != nil || got.Reason != want {
+				t.Errorf("%s after the switch, draining %t: %s, %v, want %s", after, draining, got.Reason, err, want)
+			}
+		}
 	}
 }
 
