@@ -22,7 +22,7 @@ type Index struct {
 	mu       sync.RWMutex
 	slices   map[types.NamespacedName]*slice
 	services map[types.NamespacedName]*service
-	// pods holds how each Service lists a pod.
+	// pods holds how each Service lists a pod, or an address without a pod: see [At].
 	pods map[health.UID][]standing
 	// views are the ports that are followed, by Service.
 	views map[types.NamespacedName][]*view
@@ -220,7 +220,7 @@ func (x *Index) count(c *slice, of *discovery.Endpoint, by int) {
 		}
 	}
 	if e.uid == "" {
-		return
+		e.uid = At(e.addr)
 	}
 	all := x.pods[e.uid]
 	i := slices.IndexFunc(all, func(s standing) bool { return s.service == c.service })
@@ -270,6 +270,10 @@ func (x *Index) leave(now time.Time) {
 	x.leaving = x.leaving[old:] // moving the rest would cost each event as much as there are
 }
 
+// At returns what stands for the UID in [Index.Pod] where an endpoint names an address and no pod:
+// not every controller that writes EndpointSlices sets their targetRef.
+func At(addr netip.Addr) health.UID { return health.UID("at " + addr.Unmap().String()) }
+
 // Listing is how one Service lists a pod, merged over its slices and addresses.
 type Listing struct {
 	Service types.NamespacedName
@@ -280,6 +284,8 @@ type Listing struct {
 	Terminating bool
 	// LeftAt is when the Service stopped listing the pod, less than Memory ago. Zero: it lists it.
 	LeftAt time.Time
+	// Unnamed: the Service lists the pod's address, and does not name the pod.
+	Unnamed bool
 }
 
 // Pod returns the Services of the pod's namespace that list the pod at now, or did until less than

@@ -2,6 +2,7 @@ package endpoints
 
 import (
 	"fmt"
+	"net/netip"
 	"slices"
 	"strings"
 	"testing"
@@ -327,6 +328,21 @@ func TestWhatHasLeftIsRemembered(t *testing.T) {
 	if len(x.left) != 0 || len(x.leaving) != 0 {
 		t.Fatalf("something is remembered: %v %v", x.left, x.leaving)
 	}
+}
+
+// Not every controller that writes EndpointSlices names the pods: the address stands for them. An
+// endpoint that names a pod does not count for its address, which another pod may have by now.
+func TestEndpointsThatNameNoPod(t *testing.T) {
+	x := NewIndex()
+	at := func(address string) health.UID { return At(netip.MustParseAddr(address)) }
+	x.Apply(t0, made("one", web, "10.0.0.1 ready", "10.0.0.2@b ready"))
+	x.Apply(t0, made("two", api, "10.0.0.1 unready"))
+	x.Apply(t0, made("three", types.NamespacedName{Namespace: "bank", Name: "web"}, "10.0.0.1 ready"))
+	wantListings(t, x, t0, at("10.0.0.1"), "shop/api shop/web:ready")
+	wantListings(t, x, t0, at("::ffff:10.0.0.1"), "shop/api shop/web:ready")
+	wantListings(t, x, t0, at("10.0.0.2"), "")
+	x.Apply(t0, made("one", web, "10.0.0.1@a ready"))
+	wantListings(t, x, t0, at("10.0.0.1"), "shop/api shop/web:left")
 }
 
 // Whatever slices come and go, the index is what an index is that was told the last word of each.

@@ -113,7 +113,7 @@ func (v *Source) PodContext(ctx context.Context, agent string, pod drain.Pod) (s
 		}
 		s.Young = admission.Young(&is, deleted)
 	}
-	listings := v.Index.Pod(v.Now(), pod.Namespace, pod.UID)
+	listings := admission.Listings(v.Now(), v.Index, &is)
 	s.Targets = admission.Targets(v.Index, listings)
 	var all []standing
 	for i, l := range listings {

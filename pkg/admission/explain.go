@@ -53,7 +53,7 @@ func (c *Cluster) Explain(ctx context.Context, now time.Time, operation Operatio
 	}
 	e := Explanation{Pod: s.pod, Facts: facts, Verdict: verdict, Targets: s.targets}
 	if e.Targets == nil {
-		e.Targets = Targets(c.Slices, c.Slices.Pod(now, s.pod.Namespace, s.drainPod().UID))
+		e.Targets = Targets(c.Slices, Listings(now, c.Slices, s.pod))
 	}
 	// A pod that is being drained and not queued has its capacity already.
 	if own := c.Ledger.Pod(s.drainPod().UID); e.Verdict.Action == Drain && (!own.Draining || own.Queued) {

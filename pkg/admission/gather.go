@@ -171,7 +171,7 @@ func (c *Cluster) gather(ctx context.Context, now time.Time, q *request) (Facts,
 	if f.Unknown {
 		return f, s, nil
 	}
-	s.targets = f.OfRouting(now, c.Slices, c.Ledger, s.drainPod())
+	s.targets = f.OfRouting(now, Listings(now, c.Slices, s.pod), c.Slices, c.Ledger, s.drainPod())
 	return f, s, nil
 }
 
@@ -294,8 +294,8 @@ func (c *Cluster) ofNode(ctx context.Context, name string, f *Facts) error {
 // OfRouting sets the facts about routing: the Services that list the pod, whether an agent at the
 // hold may route them, and whether another pod could take the traffic. It returns the Services with
 // their usable targets, nil if no such agent routes one of them.
-func (f *Facts) OfRouting(now time.Time, from Slices, ledger Standings, pod drain.Pod) (all []drain.Targets) {
-	listings := from.Pod(now, pod.Namespace, pod.UID)
+func (f *Facts) OfRouting(now time.Time, listings []endpoints.Listing, from Slices, ledger Standings,
+	pod drain.Pod) (all []drain.Targets) {
 	f.Listed = len(listings) > 0
 	services := make([]drain.Service, 0, len(listings))
 	for _, l := range listings {
@@ -313,6 +313,22 @@ func (f *Facts) OfRouting(now time.Time, from Slices, ledger Standings, pod drai
 	for _, at := range standing.Refused {
 		if now.Sub(at) < RefusedWindow {
 			f.Refused++
+		}
+	}
+	return all
+}
+
+// Listings returns the Services that list a pod, and those that list its address without naming a
+// pod. No agent of a directed gateway can tell such an endpoint by the UID that it is to exclude.
+func Listings(now time.Time, from Slices, pod *corev1.Pod) []endpoints.Listing {
+	all := from.Pod(now, pod.Namespace, health.UID(pod.UID))
+	for _, at := range podfacts.Addresses(pod) {
+		for _, l := range from.Pod(now, pod.Namespace, endpoints.At(at.Addr())) {
+			named := slices.ContainsFunc(all, func(o endpoints.Listing) bool { return o.Service == l.Service })
+			if !named && l.LeftAt.IsZero() { // else another pod may have had the address
+				l.Unnamed = true
+				all = append(all, l)
+			}
 		}
 	}
 	return all
@@ -353,7 +369,7 @@ func LastOf(from Slices, listings []endpoints.Listing, ledger Standings, uid dra
 // observe measures a deletion that does not wait. What nodes send to a pod that uses the network of
 // one cannot be told from what they send to others there.
 func (c *Cluster) observe(now time.Time, f Facts, s subject) {
-	listings := c.Slices.Pod(now, s.pod.Namespace, health.UID(s.pod.UID))
+	listings := Listings(now, c.Slices, s.pod)
 	if f.Unknown || len(listings) == 0 || f.NotReadyFor > longNotReady || s.pod.Spec.HostNetwork {
 		return // it would not have waited, or nothing can be seen of it
 	}
@@ -374,8 +390,7 @@ func Young(pod *corev1.Pod, deleted time.Time) time.Duration {
 // live brings the targets of s up to date. It names a Service if the pod has become the last one of
 // all that are routed.
 func (c *Cluster) live(now time.Time, s *subject) (lastOf string) {
-	uid := health.UID(s.pod.UID)
-	s.targets, lastOf = LastOf(c.Slices, c.Slices.Pod(now, s.pod.Namespace, uid), c.Ledger, uid)
+	s.targets, lastOf = LastOf(c.Slices, Listings(now, c.Slices, s.pod), c.Ledger, health.UID(s.pod.UID))
 	return lastOf
 }
 
@@ -386,7 +401,14 @@ func (c *Cluster) uncovered(ctx context.Context, s subject) ([]string, error) {
 	for i, t := range s.targets {
 		services[i] = t.Service
 	}
-	return c.Coverage.Uncovered(ctx, services, keys.Barred(s.pod.Annotations))
+	names, err := c.Coverage.Uncovered(ctx, services, keys.Barred(s.pod.Annotations))
+	for _, l := range Listings(time.Now(), c.Slices, s.pod) {
+		if l.Unnamed && c.Ledger.CouldRoute([]drain.Service{drain.Service(l.Service)}) {
+			names = append(names, "Service "+l.Service.String()+" lists its address without a "+
+				"targetRef, by which agents would know the pod")
+		}
+	}
+	return names, err
 }
 
 // fullService is a Service that has no capacity for another drain: draining of its usable targets

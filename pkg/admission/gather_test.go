@@ -2,6 +2,7 @@ package admission
 
 import (
 	"fmt"
+	"net/netip"
 	"maps"
 	"slices"
 	"strings"
@@ -630,6 +631,46 @@ func TestARequestAcrossASwitch(t *testing.T) {
 				t.Errorf("%s after the switch, draining %t: %s, %v, want %s", after, draining, got.Reason, err, want)
 			}
 		}
+	}
+}
+
+// The EndpointSlices of some controllers do not name their pods. Agents exclude by UID, and answer
+// Idle about a UID that they do not have: without this the pod counts as not listed, or as
+// acknowledged, and its caller hears nothing of the requests that are lost.
+func TestAPodThatIsListedByItsAddressIsUncovered(t *testing.T) {
+	const message = "deleted without waiting for everything that routes it (Uncovered): Service shop/web lists its " +
+		"address without a targetRef, by which agents would know the pod"
+	address := endpoints.At(netip.MustParseAddr("10.0.0.1"))
+	api := types.NamespacedName{Namespace: "shop", Name: "api"}
+	for name, c := range map[string]struct {
+		set  func(w *world)
+		want string // what is counted
+		says string
+	}{
+		"only so":              {func(*world) {}, "Uncovered", message},
+		"and no agent asks":    {func(w *world) { w.ledger.routed = nil }, "NotRouted", ""},
+		"on the node's own IP": {func(w *world) { w.a.Spec.HostNetwork = true }, "NotListed", ""},
+		"a former pod was":     {func(w *world) { w.slices.of[address][0].LeftAt = time.Now() }, "NotListed", ""},
+		"and by its UID": {func(w *world) {
+			w.slices.of["uid-a"] = []endpoints.Listing{{Service: webService, Ready: true}}
+		}, "Acknowledged", ""},
+		"and by its UID in another Service": {func(w *world) {
+			w.slices.of["uid-a"] = []endpoints.Listing{{Service: api, Ready: true}}
+			w.ledger.routed = append(w.ledger.routed, drain.Service(api))
+		}, "Uncovered", message},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			w.a.Status.PodIPs = []corev1.PodIP{{IP: "10.0.0.1"}}
+			w.slices.of = map[health.UID][]endpoints.Listing{address: {{Service: webService, Ready: true}}}
+			c.set(w)
+			got := w.ask(deletion(w.a))
+			if want := []string{"delete allow " + c.want + " 1"}; !slices.Equal(w.counted(), want) ||
+				strings.Contains(strings.Join(got.Warnings, " "), "shop/web lists") != (c.says != "") ||
+				!strings.HasSuffix(strings.Join(got.Warnings, " "), c.says) {
+				t.Errorf("counted %q, want %q; warnings %q, want %q", w.counted(), want, got.Warnings, c.says)
+			}
+		})
 	}
 }
 
