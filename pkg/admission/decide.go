@@ -55,8 +55,9 @@ type Facts struct {
 	Cold bool
 	Up   time.Duration
 
-	// Listed: an EndpointSlice lists the pod, or did within the last 10 min (endpoints.Memory).
-	// Ready: one lists it as ready. Draining: its drain is open, and ends by what agents report.
+	// Listed: an EndpointSlice lists the pod, or did within the last 10 min (endpoints.Memory), or
+	// a Service selects it. Ready: an EndpointSlice lists it as ready. Draining: its drain is open,
+	// and ends by what agents report.
 	Listed, Ready, Draining bool
 	// NotReadyFor is how long the pod's Ready condition has been false. Zero: it is true. More than
 	// 10 s if the pod has no such condition.
@@ -235,7 +236,8 @@ var Table = []Row{
 	}},
 	{UnknownPod, func(f Facts) bool { return f.Unknown }, allow, "this replica does not know it", nil},
 	{NotListed, func(f Facts) bool { return !f.Listed && !f.Draining }, allow,
-		"no EndpointSlice lists it now, or listed it in the last 10 min, and no drain of it is open", nil},
+		"no EndpointSlice lists it now, or listed it in the last 10 min, no Service selects it, and no drain of it " +
+			"is open", nil},
 	{NoAgents, func(f Facts) bool { return !f.CouldRoute && f.Agents == 0 }, allow, "there is no agent to ask", nil},
 	{NotRouted, func(f Facts) bool { return !f.CouldRoute }, allow,
 		"no gateway that an agent directs routes its Services", nil},

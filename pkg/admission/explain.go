@@ -39,7 +39,7 @@ func (c *Cluster) Explain(ctx context.Context, now time.Time, operation Operatio
 	}
 	// Without Live: from the cache alone.
 	aside := &Cluster{Reader: c.Reader, Slices: c.Slices, Ledger: c.Ledger, Synced: c.Synced, Excluded: c.Excluded,
-		Mode: c.Mode, Started: c.Started}
+		Mode: c.Mode, Started: c.Started, Services: c.Services}
 	facts, s, err := aside.gather(ctx, now, &request{operation: operation, namespace: namespace, name: name})
 	if err != nil {
 		return Explanation{}, err

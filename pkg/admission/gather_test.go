@@ -2,8 +2,8 @@ package admission
 
 import (
 	"fmt"
-	"net/netip"
 	"maps"
+	"net/netip"
 	"slices"
 	"strings"
 	"sync"
@@ -264,9 +264,12 @@ func TestGatherLooksUpThePodOfAnEviction(t *testing.T) {
 
 // The watch of pods is behind: a pod of a StatefulSet has come back under its name and is routed,
 // and the cache shows the former one, or none. Without a live look at which pod has the name, the
-// new one goes while gateways route to it.
+// new one goes while gateways route to it. EndpointSlices may be as far behind, and the Services
+// that select the pod count.
 func TestTheFormerPodOfANameAnswersNothing(t *testing.T) {
 	const drained = "drain shop/a uid-new [shop/web]"
+	web := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "web"},
+		Spec: corev1.ServiceSpec{Selector: map[string]string{"app": "web"}}}
 	for name, c := range map[string]struct {
 		cache func(w *world)
 		live  func(w *world, live *reader)
@@ -287,8 +290,18 @@ func TestTheFormerPodOfANameAnswersNothing(t *testing.T) {
 			func(_ *world, live *reader) { live.objects = nil }, "UnknownPod", nil},
 		"not readable": {func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} },
 			func(_ *world, live *reader) { live.broken = "*v1.Pod" }, "NoFacts", nil},
-		"running, and the API server is not asked": {func(*world) {}, func(_ *world, live *reader) {
-			live.broken = "*v1.Pod"
+		"running": {func(*world) {}, nil, "Acknowledged", []string{drained}},
+		"running, and its slices are not known": {func(w *world) { delete(w.slices.of, "uid-new") }, nil,
+			"Acknowledged", []string{drained}},
+		"running, and no Service selects it": {func(w *world) {
+			delete(w.slices.of, "uid-new")
+		}, func(_ *world, live *reader) { live.objects[0].SetLabels(nil) }, "NotListed", nil},
+		"running, and Services are not known": {func(w *world) {
+			delete(w.slices.of, "uid-new")
+			w.Cluster.Services = func() bool { return false }
+		}, nil, "NotListed", nil},
+		"running, and the API server does not answer": {func(*world) {}, func(_ *world, live *reader) {
+			live.hangs = true
 		}, "Acknowledged", []string{"drain shop/a uid-a [shop/web]"}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -297,14 +310,18 @@ func TestTheFormerPodOfANameAnswersNothing(t *testing.T) {
 			now.UID = "uid-new"
 			w.slices.of["uid-new"], w.slices.usable[webService] = w.slices.of["uid-a"], []health.UID{"uid-b", "uid-new"}
 			live := &reader{objects: []client.Object{now}}
-			w.Cluster.Live = live
+			w.reader.objects = append(w.reader.objects, web)
+			w.Cluster.Live, w.Cluster.Services = live, func() bool { return true }
 			c.cache(w)
 			if c.live != nil {
 				c.live(w, live)
 			}
 			w.ask(eviction(now, "policy/v1", ""))
-			if want := []string{"evict allow " + c.want + " 1"}; !slices.Equal(w.counted(), want) ||
-				!slices.Equal(w.ledger.calls, c.calls) {
+			want := []string{"evict allow " + c.want + " 1"}
+			if strings.Contains(name, "its slices are not known") {
+				want = append(want, "unlisted 1")
+			}
+			if !slices.Equal(w.counted(), want) || !slices.Equal(w.ledger.calls, c.calls) {
 				t.Errorf("counted %q, want %q; calls %q, want %q", w.counted(), want, w.ledger.calls, c.calls)
 			}
 		})
@@ -313,7 +330,8 @@ func TestTheFormerPodOfANameAnswersNothing(t *testing.T) {
 	w := newWorld(t)
 	now := runningPod("a")
 	now.UID = "uid-new"
-	w.slices.of["uid-new"], w.Cluster.Live = w.slices.of["uid-a"], &reader{objects: []client.Object{now}}
+	w.reader.objects = append(w.reader.objects, web)
+	w.Cluster.Live, w.Cluster.Services = &reader{objects: []client.Object{now}}, func() bool { return true }
 	w.ask(deletion(now))
 	if want := []string{drained}; !slices.Equal(w.ledger.calls, want) {
 		t.Errorf("a deletion: calls %q, want %q", w.ledger.calls, want)
