@@ -150,7 +150,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		Cluster: &admission.Cluster{
 			Reader: known, Live: live, Ledger: coord, Synced: watch.synced, Excluded: o.excluded,
 			Slices: around.Index,
-			Mode:   o.Mode, Coverage: covers, Started: started,
+			Mode:   o.Mode, Coverage: covers, Started: started, Services: services.HasSynced,
 		},
 		Times: o.times, Events: events, Log: log, Metrics: metrics, Replica: o.replica, Others: others.Peers,
 	}

@@ -406,9 +406,6 @@ func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports)
 	if len(said.Boot) > wire.MaxName {
 		return serve.Refuse(http.StatusBadRequest, "boot: longer than %d bytes", wire.MaxName)
 	}
-	if said.At < 0 {
-		return serve.Refuse(http.StatusBadRequest, "at %d: must not be negative", said.At)
-	}
 	if up := said.UpTo; up != nil {
 		switch {
 		case len(up.Generation) > wire.MaxName:
@@ -641,14 +638,14 @@ func (c *Coordinator) feed(s *stream) {
 			// More changes of this moment go out in the same write.
 			runtime.Gosched()
 		case <-heartbeat.C:
-			s.lines = c.core.Say(s.lines, time.Now(), wire.Message{Type: wire.TypeHeartbeat})
+			s.lines = c.core.Say(s.lines, time.Now(), s.Session, wire.Message{Type: wire.TypeHeartbeat})
 		case err := <-s.heard:
 			refused := serve.Refusal{}
 			if !errors.As(err, &refused) {
 				return
 			}
 			c.Metrics.api.WithLabelValues(wire.ReportsPath, strconv.Itoa(refused.Code)).Inc()
-			s.lines = c.core.Say(s.lines, time.Now(),
+			s.lines = c.core.Say(s.lines, time.Now(), s.Session,
 				wire.Message{Type: wire.TypeRefused, Refused: &wire.Error{Error: refused.Text}})
 			over = true
 		case <-c.stop:

@@ -233,7 +233,10 @@ func TestLinesOfReports(t *testing.T) {
 			`state "gone" is not one of`, drain.Unrouting},
 		"before the clock": {
 			`{"session":1,"at":-1,"reports":[{"uid":"uid-a","state":"idle","number":1}]}`,
-			"at -1: must not be negative", drain.Unrouting},
+			"at -1: no message of this stream has had it", drain.Unrouting},
+		"a time that was not sent": {
+			`{"session":1,"at":3600000,"reports":[{"uid":"uid-a","state":"idle","number":1}]}`,
+			"at 3600000: no message of this stream has had it", drain.Unrouting},
 		"a number for a string": {`{"session":1,"reports":[{"uid":7}]}`, "cannot unmarshal number", drain.Unrouting},
 		"too many": {`{"session":1,"reports":[` + many + `]}`, "reports: 10001 are more than 10000",
 			drain.Unrouting},

@@ -774,8 +774,9 @@ func TestAGatewayThatKeepsItsLastTargetHoldsTheDeletion(t *testing.T) {
 	})
 }
 
-// A report is as old as the last message that its agent had received. No report is from the future,
-// and one without a time is taken as made now.
+// A report is as old as the last message that its agent had received, and one without a time is
+// taken as made now. A time that was not sent on the stream counts for nothing: one of the future
+// would make a report count when its exclusion has expired.
 func TestTheClockOfTheStream(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
@@ -791,11 +792,24 @@ func TestTheClockOfTheStream(t *testing.T) {
 			at   int64
 			want time.Time
 		}{
-			"old": {at, began}, "present": {r.core.clock(now), now}, "future": {r.core.clock(now) + 60_000, now},
-			"not told": {0, now},
+			"old": {at, began}, "present": {r.core.clock(now), now}, "not told": {0, now},
 		} {
 			if got := r.core.asOf(now, c.at); !got.Equal(c.want) {
 				t.Errorf("%s: as of %s, want %s", name, got, c.want)
+			}
+		}
+		s, err := r.core.Connect(now, Identity{Agent: "one", Everywhere: true}, wire.Offer{}, func() {})
+		if err != nil {
+			t.Fatal(err)
+		}
+		hello := r.core.clock(now)
+		r.core.Say(nil, now, s, wire.Message{Type: wire.TypeHello})
+		r.core.Say(nil, now.Add(time.Second), s, wire.Message{Type: wire.TypeHeartbeat})
+		for at, taken := range map[int64]bool{0: true, hello: true, hello + 1000: true, at: false, hello - 1: false,
+			hello + 1001: false, hello + 60_000: false} {
+			if _, err := r.core.Report(now.Add(time.Minute), "one", wire.Reports{Session: s.Number, At: at}); taken !=
+				(err == nil) {
+				t.Errorf("a report at %d, hello at %d: %v", at, hello, err)
 			}
 		}
 	})

@@ -5,6 +5,7 @@ import (
 	"maps"
 	"net/http"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/serve"
@@ -472,6 +473,9 @@ type Session struct {
 	sent               uint64
 	began              bool
 	declared, answered int
+	// firstAt and lastAt are the times of the first and the last message on it. They are set
+	// without the lock.
+	firstAt, lastAt atomic.Int64
 }
 
 // Connect begins an agent's stream, and ends its former one.
@@ -548,6 +552,10 @@ func (c *Core) Report(now time.Time, id drain.AgentID, said wire.Reports) (t Tak
 	if !c.Ledger.Current(id, said.Session) {
 		return t, errStale
 	}
+	// A time that was not sent would make a report older or newer than it is, without end.
+	if s := c.sessions[id]; said.At != 0 && (s == nil || said.At < s.firstAt.Load() || said.At > s.lastAt.Load()) {
+		return t, serve.Refuse(http.StatusBadRequest, "at %d: no message of this stream has had it", said.At)
+	}
 	t.AsOf = c.asOf(now, said.At)
 	t.News, t.Reached = c.Ledger.Report(now, t.AsOf, id, said.Session, said.UpTo, said.Reports)
 	return t, nil
@@ -557,10 +565,18 @@ func (c *Core) Report(now time.Time, id drain.AgentID, said wire.Reports) (t Tak
 // replica began, never 0.
 func (c *Core) clock(now time.Time) int64 { return now.Sub(c.Began).Milliseconds() + 1 }
 
+// stamp is the clock, and records that s is sent it.
+func (c *Core) stamp(s *Session, now time.Time) int64 {
+	at := c.clock(now)
+	s.firstAt.CompareAndSwap(0, at)
+	s.lastAt.Store(at)
+	return at
+}
+
 // asOf returns when the last message that an agent had processed before it read its states was
-// written. It is never in the future.
+// written.
 func (c *Core) asOf(now time.Time, at int64) time.Time {
-	if at == 0 || at > c.clock(now) {
+	if at == 0 {
 		return now
 	}
 	return c.Began.Add(time.Duration(at-1) * time.Millisecond)
@@ -647,21 +663,21 @@ func (c *Core) written(revision uint64, open []drain.Open, released []drain.Rele
 // called at any time.
 func (c *Core) Append(lines []byte, now time.Time, s *Session, n News) []byte {
 	if n.First {
-		lines = c.Say(lines, now, wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{
+		lines = c.Say(lines, now, s, wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{
 			Protocol: wire.Protocol, Features: wire.Features(), Holder: c.self, Session: s.Number,
 			AwayMillis: c.times.Away.Milliseconds(), ExpiryMillis: c.times.Expiry.Milliseconds(),
 			RenewalMillis: c.times.Renewal.Milliseconds(),
 		}})
 	}
-	lines = wire.AppendShared(lines, c.clock(now), n.lines)
+	lines = wire.AppendShared(lines, c.stamp(s, now), n.lines)
 	if n.First || n.Declared > 0 {
-		lines = c.Say(lines, now, wire.Message{Type: wire.TypeSynced, Declared: n.Declared})
+		lines = c.Say(lines, now, s, wire.Message{Type: wire.TypeSynced, Declared: n.Declared})
 	}
 	return lines
 }
 
 // Say appends one message, as Append does.
-func (c *Core) Say(lines []byte, now time.Time, m wire.Message) []byte {
-	m.At = c.clock(now)
+func (c *Core) Say(lines []byte, now time.Time, s *Session, m wire.Message) []byte {
+	m.At = c.stamp(s, now)
 	return wire.Append(lines, m)
 }

@@ -22,12 +22,12 @@ type Index struct {
 	mu       sync.RWMutex
 	slices   map[types.NamespacedName]*slice
 	services map[types.NamespacedName]*service
-	// pods holds how each Service lists a pod.
+	// pods holds how each Service lists a pod, or an address without a pod: see [At].
 	pods map[health.UID][]standing
 	// views are the ports that are followed, by Service.
 	views map[types.NamespacedName][]*view
 
-	// left holds when a Service stopped listing a pod, for Linger, and leaving the order in which
+	// left holds when a Service stopped listing a pod, for Memory, and leaving the order in which
 	// left grew, so that the old ones are found at once.
 	left    map[health.UID]map[types.NamespacedName]time.Time
 	leaving []leaver
@@ -36,9 +36,12 @@ type Index struct {
 	unlisted []leaver
 }
 
-// Linger is how long a pod that a Service no longer lists is still reported with it: a gateway may
-// learn of it that late.
+// Linger is how late a gateway may learn that a Service no longer lists a pod.
 const Linger = 10 * time.Second
+
+// Memory is how long a pod that a Service no longer lists is still reported with it. A gateway may
+// still have requests on it, and only its agent knows.
+const Memory = 10 * time.Minute
 
 type leaver struct {
 	uid     health.UID
@@ -217,7 +220,7 @@ func (x *Index) count(c *slice, of *discovery.Endpoint, by int) {
 		}
 	}
 	if e.uid == "" {
-		return
+		e.uid = At(e.addr)
 	}
 	all := x.pods[e.uid]
 	i := slices.IndexFunc(all, func(s standing) bool { return s.service == c.service })
@@ -254,7 +257,7 @@ func (x *Index) leave(now time.Time) {
 	}
 	x.unlisted = x.unlisted[:0]
 	old := 0
-	for old < len(x.leaving) && now.Sub(x.leaving[old].at) >= Linger {
+	for old < len(x.leaving) && now.Sub(x.leaving[old].at) >= Memory {
 		l := x.leaving[old]
 		old++
 		if x.left[l.uid][l.service].Equal(l.at) {
@@ -264,8 +267,12 @@ func (x *Index) leave(now time.Time) {
 			delete(x.left, l.uid)
 		}
 	}
-	x.leaving = slices.Delete(x.leaving, 0, old)
+	x.leaving = x.leaving[old:] // moving the rest would cost each event as much as there are
 }
+
+// At returns what stands for the UID in [Index.Pod] where an endpoint names an address and no pod:
+// not every controller that writes EndpointSlices sets their targetRef.
+func At(addr netip.Addr) health.UID { return health.UID("at " + addr.Unmap().String()) }
 
 // Listing is how one Service lists a pod, merged over its slices and addresses.
 type Listing struct {
@@ -275,12 +282,14 @@ type Listing struct {
 	Ready bool
 	// Terminating reports whether one endpoint of the pod is terminating.
 	Terminating bool
-	// Left reports whether the Service stopped listing the pod, less than Linger ago.
-	Left bool
+	// LeftAt is when the Service stopped listing the pod, less than Memory ago. Zero: it lists it.
+	LeftAt time.Time
+	// Unnamed: the Service lists the pod's address, and does not name the pod.
+	Unnamed bool
 }
 
 // Pod returns the Services of the pod's namespace that list the pod at now, or did until less than
-// Linger ago, sorted. A Service of another namespace does not count: its EndpointSlices may name
+// Memory ago, sorted. A Service of another namespace does not count: its EndpointSlices may name
 // any UID.
 func (x *Index) Pod(now time.Time, namespace string, uid health.UID) []Listing {
 	x.mu.RLock()
@@ -294,9 +303,9 @@ func (x *Index) Pod(now time.Time, namespace string, uid health.UID) []Listing {
 		listings = append(listings, Listing{Service: s.service, Ready: s.ready > 0, Terminating: s.terminating > 0})
 	}
 	for service, at := range x.left[uid] {
-		if service.Namespace == namespace && now.Sub(at) < Linger &&
+		if service.Namespace == namespace && now.Sub(at) < Memory &&
 			!slices.ContainsFunc(all, func(s standing) bool { return s.service == service }) {
-			listings = append(listings, Listing{Service: service, Left: true})
+			listings = append(listings, Listing{Service: service, LeftAt: at})
 		}
 	}
 	slices.SortFunc(listings, func(a, b Listing) int { return strings.Compare(a.Service.String(), b.Service.String()) })

@@ -2,6 +2,7 @@ package endpoints
 
 import (
 	"fmt"
+	"net/netip"
 	"slices"
 	"strings"
 	"testing"
@@ -109,7 +110,7 @@ func listings(x *Index, now time.Time, uid health.UID) string {
 		for _, flag := range []struct {
 			set  bool
 			name string
-		}{{l.Ready, "ready"}, {l.Terminating, "terminating"}, {l.Left, "left"}} {
+		}{{l.Ready, "ready"}, {l.Terminating, "terminating"}, {!l.LeftAt.IsZero(), "left"}} {
 			if flag.set {
 				text += ":" + flag.name
 			}
@@ -229,7 +230,7 @@ func TestASliceChangesItsService(t *testing.T) {
 	x.Apply(t0, made("two", api, "10.0.0.2@b ready"))
 	x.Delete(t0, made("two", web, "10.0.0.2@b ready"))
 	wantSaid(t, x, api, "http", "")
-	wantListings(t, x, t0.Add(Linger), "b", "")
+	wantListings(t, x, t0.Add(Memory), "b", "")
 	if len(x.services) != 0 || len(x.slices) != 0 || len(x.pods) != 0 {
 		t.Fatalf("something is remembered: %v %v %v", x.services, x.slices, x.pods)
 	}
@@ -302,8 +303,8 @@ func TestUsable(t *testing.T) {
 	}
 }
 
-// A gateway may learn late that a Service lists a pod no longer: it is listed as Left for a while.
-func TestLinger(t *testing.T) {
+// A gateway may have requests on a pod long after a Service has stopped listing it.
+func TestWhatHasLeftIsRemembered(t *testing.T) {
 	x := NewIndex()
 	x.Apply(t0, made("one", web, "10.0.0.1@a ready"))
 	x.Apply(t0, made("two", web, "10.0.0.1@a ready"))
@@ -311,22 +312,37 @@ func TestLinger(t *testing.T) {
 	wantListings(t, x, t0, "a", "shop/web:ready") // the other slice lists it still
 	x.Delete(t0, made("two", web))
 	wantListings(t, x, t0, "a", "shop/web:left")
-	wantListings(t, x, t0.Add(Linger-1), "a", "shop/web:left")
-	wantListings(t, x, t0.Add(Linger), "a", "")
+	wantListings(t, x, t0.Add(Memory-1), "a", "shop/web:left")
+	wantListings(t, x, t0.Add(Memory), "a", "")
 
 	// It comes back, and leaves again: the second leave counts, the end of the first changes
 	// nothing.
-	later := t0.Add(Linger / 2)
+	later := t0.Add(Memory / 2)
 	x.Apply(later, made("one", web, "10.0.0.1@a ready"))
 	wantListings(t, x, later, "a", "shop/web:ready")
 	x.Apply(later, made("one", web))
-	x.Apply(t0.Add(Linger), made("other", api, "10.0.0.2@b ready"))
-	wantListings(t, x, t0.Add(Linger), "a", "shop/web:left")
+	x.Apply(t0.Add(Memory), made("other", api, "10.0.0.2@b ready"))
+	wantListings(t, x, t0.Add(Memory), "a", "shop/web:left")
 	// And nothing is remembered of it in the end.
-	x.Apply(later.Add(Linger), made("other", api, "10.0.0.2@b ready"))
+	x.Apply(later.Add(Memory), made("other", api, "10.0.0.2@b ready"))
 	if len(x.left) != 0 || len(x.leaving) != 0 {
 		t.Fatalf("something is remembered: %v %v", x.left, x.leaving)
 	}
+}
+
+// Not every controller that writes EndpointSlices names the pods: the address stands for them. An
+// endpoint that names a pod does not count for its address, which another pod may have by now.
+func TestEndpointsThatNameNoPod(t *testing.T) {
+	x := NewIndex()
+	at := func(address string) health.UID { return At(netip.MustParseAddr(address)) }
+	x.Apply(t0, made("one", web, "10.0.0.1 ready", "10.0.0.2@b ready"))
+	x.Apply(t0, made("two", api, "10.0.0.1 unready"))
+	x.Apply(t0, made("three", types.NamespacedName{Namespace: "bank", Name: "web"}, "10.0.0.1 ready"))
+	wantListings(t, x, t0, at("10.0.0.1"), "shop/api shop/web:ready")
+	wantListings(t, x, t0, at("::ffff:10.0.0.1"), "shop/api shop/web:ready")
+	wantListings(t, x, t0, at("10.0.0.2"), "")
+	x.Apply(t0, made("one", web, "10.0.0.1@a ready"))
+	wantListings(t, x, t0, at("10.0.0.1"), "shop/api shop/web:left")
 }
 
 // Whatever slices come and go, the index is what an index is that was told the last word of each.
@@ -364,7 +380,7 @@ func TestTheHistoryDoesNotMatter(t *testing.T) {
 		for _, s := range last {
 			fresh.Apply(t0, s)
 		}
-		later := t0.Add(Linger)
+		later := t0.Add(Memory)
 		for _, service := range services {
 			wantSaid(t, x, service, "http", said(fresh, service, "http"))
 			if got, want := x.Usable(service), fresh.Usable(service); !slices.Equal(got, want) {

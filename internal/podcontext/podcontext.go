@@ -113,10 +113,13 @@ func (v *Source) PodContext(ctx context.Context, agent string, pod drain.Pod) (s
 		}
 		s.Young = admission.Young(&is, deleted)
 	}
-	listings := v.Index.Pod(v.Now(), pod.Namespace, pod.UID)
+	listings := admission.Listings(v.Now(), v.Index, &is)
 	s.Targets = admission.Targets(v.Index, listings)
 	var all []standing
 	for i, l := range listings {
+		if !l.LeftAt.IsZero() && v.Now().Sub(l.LeftAt) >= endpoints.Linger {
+			continue // it states nothing about the pod any more, and its gateways may still have requests
+		}
 		of, err := v.service(ctx, l.Service)
 		if err != nil {
 			return s, err
@@ -132,7 +135,7 @@ func (v *Source) PodContext(ctx context.Context, agent string, pod drain.Pod) (s
 			s.Stated = max(s.Stated, stated.Wait)
 		}
 		s.IdleBound = max(s.IdleBound, v.duration(&of, idleBound, time.ParseDuration))
-		if !l.Left && of.Spec.ClusterIP != corev1.ClusterIPNone {
+		if l.LeftAt.IsZero() && of.Spec.ClusterIP != corev1.ClusterIPNone {
 			all = append(all, standing{of: of, name: l.Service, last: s.Targets[i].Last(pod.UID)})
 			s.Listed = s.Listed || ready && everywhere(&of)
 		}

@@ -55,14 +55,15 @@ type Facts struct {
 	Cold bool
 	Up   time.Duration
 
-	// Listed: an EndpointSlice lists the pod, or did within the last 10 s (endpoints.Linger).
-	// Ready: one lists it as ready.
-	Listed, Ready bool
+	// Listed: an EndpointSlice lists the pod, or did within the last 10 min (endpoints.Memory), or
+	// a Service selects it. Ready: an EndpointSlice lists it as ready. Draining: its drain is open,
+	// and ends by what agents report.
+	Listed, Ready, Draining bool
 	// NotReadyFor is how long the pod's Ready condition has been false. Zero: it is true. More than
 	// 10 s if the pod has no such condition.
 	NotReadyFor time.Duration
 	// Agents is how many are expected. CouldRoute: a directed gateway, or one whose agent has not
-	// declared yet, may route a Service of the pod. See [drain.Ledger.Asks].
+	// declared yet, may route a Service of the pod (see [drain.Ledger.Asks]), or its drain is open.
 	Agents     int
 	CouldRoute bool
 
@@ -234,13 +235,15 @@ var Table = []Row{
 		return "deleted without asking gateways: Lameduck's webhook has had no view of the cluster since it started"
 	}},
 	{UnknownPod, func(f Facts) bool { return f.Unknown }, allow, "this replica does not know it", nil},
-	{NotListed, func(f Facts) bool { return !f.Listed }, allow,
-		"no EndpointSlice lists it now, or listed it in the last 10 s", nil},
+	{NotListed, func(f Facts) bool { return !f.Listed && !f.Draining }, allow,
+		"no EndpointSlice lists it now, or listed it in the last 10 min, no Service selects it, and no drain of it " +
+			"is open", nil},
 	{NoAgents, func(f Facts) bool { return !f.CouldRoute && f.Agents == 0 }, allow, "there is no agent to ask", nil},
 	{NotRouted, func(f Facts) bool { return !f.CouldRoute }, allow,
 		"no gateway that an agent directs routes its Services", nil},
-	{NotReady, func(f Facts) bool { return !f.Ready && f.NotReadyFor > longNotReady }, allow,
-		"it has not been ready for more than 10 s: gateways have stopped routing to it by themselves", nil},
+	{NotReady, func(f Facts) bool { return !f.Ready && f.NotReadyFor > longNotReady && !f.Draining }, allow,
+		"it has not been ready for more than 10 s, and no drain of it is open: gateways have stopped routing to it " +
+			"by themselves", nil},
 	{Budget, func(f Facts) bool { return f.Operation == Evict && f.Budget != "" }, deny,
 		"it is evicted, and its PodDisruptionBudget allows no more, open drains included; the opener judges it",
 		func(f Facts) string { return violates + " " + f.Budget }},

@@ -139,11 +139,15 @@ func TestDecideAtItsEdges(t *testing.T) {
 		"cold for 10 s": {func(f *Facts) { f.Cold, f.Up = true, 10*time.Second }, Cold},
 		"not ready for 10 s": {func(f *Facts) { f.Ready, f.NotReadyFor = false, 10*time.Second },
 			Draining},
-		"not ready for a day and published":       {func(f *Facts) { f.NotReadyFor = 24 * time.Hour }, Draining},
-		"not ready in slices, ready itself":       {func(f *Facts) { f.Ready = false }, Draining},
-		"a budget does not concern a deletion":    {func(f *Facts) { f.Budget = "no room" }, Draining},
-		"an eviction with room":                   {func(f *Facts) { f.Operation = Evict }, Draining},
-		"one drain was in vain":                   {func(f *Facts) { f.Refused = 1 }, Draining},
+		"not ready for a day and published":    {func(f *Facts) { f.NotReadyFor = 24 * time.Hour }, Draining},
+		"not ready in slices, ready itself":    {func(f *Facts) { f.Ready = false }, Draining},
+		"a budget does not concern a deletion": {func(f *Facts) { f.Budget = "no room" }, Draining},
+		"an eviction with room":                {func(f *Facts) { f.Operation = Evict }, Draining},
+		"one drain was in vain":                {func(f *Facts) { f.Refused = 1 }, Draining},
+		"off the lists, and its drain is open": {func(f *Facts) { f.Listed, f.Draining = false, true }, Draining},
+		"unready for long, and its drain is open": {func(f *Facts) {
+			f.Ready, f.NotReadyFor, f.Draining = false, time.Minute, true
+		}, Draining},
 		"an agent that the API does not list yet": {func(f *Facts) { f.Agents = 0 }, Draining},
 	} {
 		t.Run(name, func(t *testing.T) {

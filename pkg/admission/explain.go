@@ -39,7 +39,7 @@ func (c *Cluster) Explain(ctx context.Context, now time.Time, operation Operatio
 	}
 	// Without Live: from the cache alone.
 	aside := &Cluster{Reader: c.Reader, Slices: c.Slices, Ledger: c.Ledger, Synced: c.Synced, Excluded: c.Excluded,
-		Mode: c.Mode, Started: c.Started}
+		Mode: c.Mode, Started: c.Started, Services: c.Services}
 	facts, s, err := aside.gather(ctx, now, &request{operation: operation, namespace: namespace, name: name})
 	if err != nil {
 		return Explanation{}, err
@@ -53,7 +53,7 @@ func (c *Cluster) Explain(ctx context.Context, now time.Time, operation Operatio
 	}
 	e := Explanation{Pod: s.pod, Facts: facts, Verdict: verdict, Targets: s.targets}
 	if e.Targets == nil {
-		e.Targets = Targets(c.Slices, c.Slices.Pod(now, s.pod.Namespace, s.drainPod().UID))
+		e.Targets = Targets(c.Slices, Listings(now, c.Slices, s.pod))
 	}
 	// A pod that is being drained and not queued has its capacity already.
 	if own := c.Ledger.Pod(s.drainPod().UID); e.Verdict.Action == Drain && (!own.Draining || own.Queued) {

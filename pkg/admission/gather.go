@@ -10,6 +10,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -75,8 +76,12 @@ type Coverage interface {
 	Uncovered(ctx context.Context, services []drain.Service, barrier bool) ([]string, error)
 }
 
-// liveRead bounds a read from Cluster.Live. It counts toward the hold.
-const liveRead = time.Second
+// liveRead bounds a read from Cluster.Live, liveCheck one that only confirms what the cache shows.
+// Both count toward the hold.
+const (
+	liveRead  = time.Second
+	liveCheck = 300 * time.Millisecond
+)
 
 // Cluster collects [Facts] from caches, EndpointSlices and the ledger.
 type Cluster struct {
@@ -89,6 +94,8 @@ type Cluster struct {
 	Ledger Ledger
 	// Synced reports whether Reader and Slices know the cluster.
 	Synced func() bool
+	// Services reports whether Reader has Services. Nil: it has none.
+	Services func() bool
 	// Coverage reports gateways without an agent.
 	Coverage Coverage
 	// Excluded lists the namespaces whose pods never wait. Mode is that of pods where neither they
@@ -109,6 +116,8 @@ type subject struct {
 	turn  coordinator.Turn
 	// role is opener or witness. Empty: this replica has not asked.
 	role string
+	// unlisted: no EndpointSlice lists the pod, and the targets are the Services that select it.
+	unlisted bool
 }
 
 func (s subject) drainPod() drain.Pod {
@@ -171,8 +180,34 @@ func (c *Cluster) gather(ctx context.Context, now time.Time, q *request) (Facts,
 	if f.Unknown {
 		return f, s, nil
 	}
-	s.targets = f.OfRouting(now, c.Slices, c.Ledger, s.drainPod())
+	listings := Listings(now, c.Slices, s.pod)
+	if len(listings) == 0 && !f.NotRunning && !f.Finished && !f.Terminating {
+		if listings, err = c.selecting(ctx, s.pod); err != nil {
+			return f, s, err
+		}
+		s.unlisted = len(listings) > 0
+	}
+	s.targets = f.OfRouting(now, listings, c.Slices, c.Ledger, s.drainPod())
 	return f, s, nil
+}
+
+// selecting returns the Services that select a pod which no EndpointSlice lists. The slices, or
+// their cache, may be behind: gateways may know the pod, and their agents are asked.
+func (c *Cluster) selecting(ctx context.Context, pod *corev1.Pod) (all []endpoints.Listing, err error) {
+	if c.Services == nil || !c.Services() {
+		return nil, nil
+	}
+	var services corev1.ServiceList
+	if err := c.Reader.List(ctx, &services, client.InNamespace(pod.Namespace)); err != nil {
+		return nil, fmt.Errorf("list Services of namespace %s from the cache: %w", pod.Namespace, err)
+	}
+	for _, s := range services.Items {
+		if len(s.Spec.Selector) > 0 && s.Spec.Type != corev1.ServiceTypeExternalName &&
+			labels.SelectorFromSet(s.Spec.Selector).Matches(labels.Set(pod.Labels)) {
+			all = append(all, endpoints.Listing{Service: client.ObjectKeyFromObject(&s)})
+		}
+	}
+	return all, nil
 }
 
 // judge decides, for an eviction also by its budget. If claim is set and the eviction takes a place
@@ -192,20 +227,30 @@ func (c *Cluster) judge(ctx context.Context, f *Facts, s *subject, claim bool) (
 }
 
 // pod returns the pod that q concerns, nil if there is none. The cache may be stale and have an
-// earlier pod of the same name. The API server is asked where that would let a deletion pass: if
-// the cache has no such pod, or if it shows the pod of an eviction as not running.
+// earlier pod of the same name. So the API server is asked about a pod that the cache does not
+// have, and about each eviction that does not state the UID, as a deletion and a claim do. If it
+// does not confirm a running pod in time, the cache counts: that pod is drained.
 func (c *Cluster) pod(ctx context.Context, q *request) (*corev1.Pod, error) {
 	if q.name == "" {
 		return nil, nil
 	}
 	pod, err := q.find(ctx, c.Reader)
 	runs := pod != nil && pod.DeletionTimestamp == nil && pod.Status.Phase == corev1.PodRunning
-	if err != nil || c.Live == nil || q.dryRun || runs || pod != nil && q.operation == Delete {
+	certain := q.operation == Delete || runs && q.preconditions.UID != nil
+	if err != nil || c.Live == nil || q.dryRun || pod != nil && certain {
 		return pod, err
 	}
-	ctx, cancel := context.WithTimeout(ctx, liveRead)
+	within := liveRead
+	if runs {
+		within = liveCheck
+	}
+	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
-	return q.find(ctx, c.Live)
+	live, err := q.find(ctx, c.Live)
+	if err != nil && runs {
+		return pod, nil
+	}
+	return live, err
 }
 
 // find reads the pod that q concerns. Nil: no pod has this name, or its UID or resourceVersion is
@@ -294,8 +339,8 @@ func (c *Cluster) ofNode(ctx context.Context, name string, f *Facts) error {
 // OfRouting sets the facts about routing: the Services that list the pod, whether an agent at the
 // hold may route them, and whether another pod could take the traffic. It returns the Services with
 // their usable targets, nil if no such agent routes one of them.
-func (f *Facts) OfRouting(now time.Time, from Slices, ledger Standings, pod drain.Pod) (all []drain.Targets) {
-	listings := from.Pod(now, pod.Namespace, pod.UID)
+func (f *Facts) OfRouting(now time.Time, listings []endpoints.Listing, from Slices, ledger Standings,
+	pod drain.Pod) (all []drain.Targets) {
 	f.Listed = len(listings) > 0
 	services := make([]drain.Service, 0, len(listings))
 	for _, l := range listings {
@@ -303,14 +348,32 @@ func (f *Facts) OfRouting(now time.Time, from Slices, ledger Standings, pod drai
 		f.Ready = f.Ready || l.Ready
 	}
 	f.Agents, _ = ledger.Expecting()
-	f.CouldRoute = ledger.CouldRoute(services)
+	standing := ledger.Pod(pod.UID)
+	f.Draining = standing.Draining
+	f.CouldRoute = f.Draining || ledger.CouldRoute(services)
 	if !f.CouldRoute {
 		return nil
 	}
 	all, f.LastOf = LastOf(from, listings, ledger, pod.UID)
-	for _, at := range ledger.Pod(pod.UID).Refused {
+	for _, at := range standing.Refused {
 		if now.Sub(at) < RefusedWindow {
 			f.Refused++
+		}
+	}
+	return all
+}
+
+// Listings returns the Services that list a pod, and those that list its address without naming a
+// pod. No agent of a directed gateway can tell such an endpoint by the UID that it is to exclude.
+func Listings(now time.Time, from Slices, pod *corev1.Pod) []endpoints.Listing {
+	all := from.Pod(now, pod.Namespace, health.UID(pod.UID))
+	for _, at := range podfacts.Addresses(pod) {
+		for _, l := range from.Pod(now, pod.Namespace, endpoints.At(at.Addr())) {
+			named := slices.ContainsFunc(all, func(o endpoints.Listing) bool { return o.Service == l.Service })
+			if !named && l.LeftAt.IsZero() { // else another pod may have had the address
+				l.Unnamed = true
+				all = append(all, l)
+			}
 		}
 	}
 	return all
@@ -351,7 +414,7 @@ func LastOf(from Slices, listings []endpoints.Listing, ledger Standings, uid dra
 // observe measures a deletion that does not wait. What nodes send to a pod that uses the network of
 // one cannot be told from what they send to others there.
 func (c *Cluster) observe(now time.Time, f Facts, s subject) {
-	listings := c.Slices.Pod(now, s.pod.Namespace, health.UID(s.pod.UID))
+	listings := Listings(now, c.Slices, s.pod)
 	if f.Unknown || len(listings) == 0 || f.NotReadyFor > longNotReady || s.pod.Spec.HostNetwork {
 		return // it would not have waited, or nothing can be seen of it
 	}
@@ -372,8 +435,11 @@ func Young(pod *corev1.Pod, deleted time.Time) time.Duration {
 // live brings the targets of s up to date. It names a Service if the pod has become the last one of
 // all that are routed.
 func (c *Cluster) live(now time.Time, s *subject) (lastOf string) {
-	uid := health.UID(s.pod.UID)
-	s.targets, lastOf = LastOf(c.Slices, c.Slices.Pod(now, s.pod.Namespace, uid), c.Ledger, uid)
+	listings := Listings(now, c.Slices, s.pod)
+	if len(listings) == 0 {
+		return "" // the drain keeps its Services
+	}
+	s.targets, lastOf = LastOf(c.Slices, listings, c.Ledger, health.UID(s.pod.UID))
 	return lastOf
 }
 
@@ -384,7 +450,14 @@ func (c *Cluster) uncovered(ctx context.Context, s subject) ([]string, error) {
 	for i, t := range s.targets {
 		services[i] = t.Service
 	}
-	return c.Coverage.Uncovered(ctx, services, keys.Barred(s.pod.Annotations))
+	names, err := c.Coverage.Uncovered(ctx, services, keys.Barred(s.pod.Annotations))
+	for _, l := range Listings(time.Now(), c.Slices, s.pod) {
+		if l.Unnamed && c.Ledger.CouldRoute([]drain.Service{drain.Service(l.Service)}) {
+			names = append(names, "Service "+l.Service.String()+" lists its address without a "+
+				"targetRef, by which agents would know the pod")
+		}
+	}
+	return names, err
 }
 
 // fullService is a Service that has no capacity for another drain: draining of its usable targets

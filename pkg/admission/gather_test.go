@@ -3,6 +3,7 @@ package admission
 import (
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
 	"strings"
 	"sync"
@@ -11,6 +12,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
 	policyv1 "k8s.io/api/policy/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -153,7 +155,7 @@ func TestGather(t *testing.T) {
 		"not listed": {func(w *world, _ *request) { delete(w.slices.of, "uid-a") },
 			func(f *Facts) { f.Listed, f.Ready, f.CouldRoute = false, false, false }},
 		"listed a moment ago": {func(w *world, _ *request) {
-			w.slices.of["uid-a"] = []endpoints.Listing{{Service: webService, Left: true}}
+			w.slices.of["uid-a"] = []endpoints.Listing{{Service: webService, LeftAt: time.Now()}}
 		},
 			func(f *Facts) { f.Ready = false }},
 		"ready in one of two Services": {func(w *world, _ *request) {
@@ -182,7 +184,13 @@ func TestGather(t *testing.T) {
 		"an endpoint that is no pod is a target too": {func(w *world, _ *request) {
 			w.slices.usable[webService] = []health.UID{"", "uid-a"}
 		}, func(*Facts) {}},
-		"it drains itself": {func(w *world, _ *request) { w.ledger.draining["uid-a"] = time.Now() }, func(*Facts) {}},
+		"it drains itself": {func(w *world, _ *request) { w.ledger.draining["uid-a"] = time.Now() }, func(f *Facts) {
+			f.Draining = true
+		}},
+		"it has left its Services and drains": {func(w *world, _ *request) {
+			delete(w.slices.of, "uid-a")
+			w.ledger.draining["uid-a"] = time.Now()
+		}, func(f *Facts) { f.Listed, f.Ready, f.Draining = false, false, true }},
 		"the only one, and not ready": {func(w *world, _ *request) {
 			w.slices.of["uid-a"][0].Ready = false
 			w.slices.usable[webService] = nil
@@ -256,9 +264,12 @@ func TestGatherLooksUpThePodOfAnEviction(t *testing.T) {
 
 // The watch of pods is behind: a pod of a StatefulSet has come back under its name and is routed,
 // and the cache shows the former one, or none. Without a live look at which pod has the name, the
-// new one goes while gateways route to it.
+// new one goes while gateways route to it. EndpointSlices may be as far behind, and the Services
+// that select the pod count.
 func TestTheFormerPodOfANameAnswersNothing(t *testing.T) {
 	const drained = "drain shop/a uid-new [shop/web]"
+	web := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "web"},
+		Spec: corev1.ServiceSpec{Selector: map[string]string{"app": "web"}}}
 	for name, c := range map[string]struct {
 		cache func(w *world)
 		live  func(w *world, live *reader)
@@ -279,8 +290,18 @@ func TestTheFormerPodOfANameAnswersNothing(t *testing.T) {
 			func(_ *world, live *reader) { live.objects = nil }, "UnknownPod", nil},
 		"not readable": {func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} },
 			func(_ *world, live *reader) { live.broken = "*v1.Pod" }, "NoFacts", nil},
-		"running, and the API server is not asked": {func(*world) {}, func(_ *world, live *reader) {
-			live.broken = "*v1.Pod"
+		"running": {func(*world) {}, nil, "Acknowledged", []string{drained}},
+		"running, and its slices are not known": {func(w *world) { delete(w.slices.of, "uid-new") }, nil,
+			"Acknowledged", []string{drained}},
+		"running, and no Service selects it": {func(w *world) {
+			delete(w.slices.of, "uid-new")
+		}, func(_ *world, live *reader) { live.objects[0].SetLabels(nil) }, "NotListed", nil},
+		"running, and Services are not known": {func(w *world) {
+			delete(w.slices.of, "uid-new")
+			w.Cluster.Services = func() bool { return false }
+		}, nil, "NotListed", nil},
+		"running, and the API server does not answer": {func(*world) {}, func(_ *world, live *reader) {
+			live.hangs = true
 		}, "Acknowledged", []string{"drain shop/a uid-a [shop/web]"}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -289,14 +310,18 @@ func TestTheFormerPodOfANameAnswersNothing(t *testing.T) {
 			now.UID = "uid-new"
 			w.slices.of["uid-new"], w.slices.usable[webService] = w.slices.of["uid-a"], []health.UID{"uid-b", "uid-new"}
 			live := &reader{objects: []client.Object{now}}
-			w.Cluster.Live = live
+			w.reader.objects = append(w.reader.objects, web)
+			w.Cluster.Live, w.Cluster.Services = live, func() bool { return true }
 			c.cache(w)
 			if c.live != nil {
 				c.live(w, live)
 			}
 			w.ask(eviction(now, "policy/v1", ""))
-			if want := []string{"evict allow " + c.want + " 1"}; !slices.Equal(w.counted(), want) ||
-				!slices.Equal(w.ledger.calls, c.calls) {
+			want := []string{"evict allow " + c.want + " 1"}
+			if strings.Contains(name, "its slices are not known") {
+				want = append(want, "unlisted 1")
+			}
+			if !slices.Equal(w.counted(), want) || !slices.Equal(w.ledger.calls, c.calls) {
 				t.Errorf("counted %q, want %q; calls %q, want %q", w.counted(), want, w.ledger.calls, c.calls)
 			}
 		})
@@ -305,7 +330,8 @@ func TestTheFormerPodOfANameAnswersNothing(t *testing.T) {
 	w := newWorld(t)
 	now := runningPod("a")
 	now.UID = "uid-new"
-	w.slices.of["uid-new"], w.Cluster.Live = w.slices.of["uid-a"], &reader{objects: []client.Object{now}}
+	w.reader.objects = append(w.reader.objects, web)
+	w.Cluster.Live, w.Cluster.Services = &reader{objects: []client.Object{now}}, func() bool { return true }
 	w.ask(deletion(now))
 	if want := []string{drained}; !slices.Equal(w.ledger.calls, want) {
 		t.Errorf("a deletion: calls %q, want %q", w.ledger.calls, want)
@@ -577,7 +603,8 @@ func TestAPodIsTheLastTargetOfAllItsRoutedServicesOrOfNone(t *testing.T) {
 		"its own Service stopped listing it": {func(w *world) {
 			w.ledger.routed = append(w.ledger.routed, drain.Service{Namespace: "shop", Name: "web-a"})
 			w.slices.usable[webService], w.slices.usable[own] = []health.UID{"uid-a"}, nil
-			w.slices.of["uid-a"] = []endpoints.Listing{{Service: webService, Ready: true}, {Service: own, Left: true}}
+			w.slices.of["uid-a"] = []endpoints.Listing{{Service: webService, Ready: true},
+				{Service: own, LeftAt: time.Now()}}
 		}, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -591,6 +618,75 @@ func TestAPodIsTheLastTargetOfAllItsRoutedServicesOrOfNone(t *testing.T) {
 			w.ask(deletion(w.a))
 			if asked := len(w.ledger.calls) > 0; asked != (c.want == "") {
 				t.Errorf("gateways were asked: %t", asked)
+			}
+		})
+	}
+}
+
+// A blue/green switch: the Service selects other pods, and the old ones are deleted a delay later.
+// A request that began before may still run through a gateway, and only its agent knows. Without
+// this it is cut: the pod was deleted unasked, and an open drain of it given up, 10 s after the
+// switch.
+func TestARequestAcrossASwitch(t *testing.T) {
+	began := time.Now()
+	for _, draining := range []bool{false, true} {
+		for after, want := range map[time.Duration]Reason{
+			5 * time.Second: Draining, 11 * time.Second: Draining, 30 * time.Second: Draining,
+			endpoints.Memory - 1: Draining, endpoints.Memory: NotListed,
+		} {
+			w, index := newWorld(t), endpoints.NewIndex()
+			slice := &discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "web-1",
+				Labels: map[string]string{discovery.LabelServiceName: "web"}}, AddressType: discovery.AddressTypeIPv4,
+				Endpoints: []discovery.Endpoint{{Addresses: []string{"10.0.0.1"},
+					TargetRef: &corev1.ObjectReference{Kind: "Pod", UID: "uid-a"}}}}
+			index.Apply(began, slice)
+			index.Delete(began, slice)
+			if w.Cluster.Slices = index; draining {
+				w.ledger.draining["uid-a"], want = began, Draining
+			}
+			f, _, err := w.Cluster.gather(t.Context(), began.Add(after), w.deleteA())
+			if got := Decide(f); err != nil || got.Reason != want {
+				t.Errorf("%s after the switch, draining %t: %s, %v, want %s", after, draining, got.Reason, err, want)
+			}
+		}
+	}
+}
+
+// The EndpointSlices of some controllers do not name their pods. Agents exclude by UID, and answer
+// Idle about a UID that they do not have: without this the pod counts as not listed, or as
+// acknowledged, and its caller hears nothing of the requests that are lost.
+func TestAPodThatIsListedByItsAddressIsUncovered(t *testing.T) {
+	const message = "deleted without waiting for everything that routes it (Uncovered): Service shop/web lists its " +
+		"address without a targetRef, by which agents would know the pod"
+	address := endpoints.At(netip.MustParseAddr("10.0.0.1"))
+	api := types.NamespacedName{Namespace: "shop", Name: "api"}
+	for name, c := range map[string]struct {
+		set  func(w *world)
+		want string // what is counted
+		says string
+	}{
+		"only so":              {func(*world) {}, "Uncovered", message},
+		"and no agent asks":    {func(w *world) { w.ledger.routed = nil }, "NotRouted", ""},
+		"on the node's own IP": {func(w *world) { w.a.Spec.HostNetwork = true }, "NotListed", ""},
+		"a former pod was":     {func(w *world) { w.slices.of[address][0].LeftAt = time.Now() }, "NotListed", ""},
+		"and by its UID": {func(w *world) {
+			w.slices.of["uid-a"] = []endpoints.Listing{{Service: webService, Ready: true}}
+		}, "Acknowledged", ""},
+		"and by its UID in another Service": {func(w *world) {
+			w.slices.of["uid-a"] = []endpoints.Listing{{Service: api, Ready: true}}
+			w.ledger.routed = append(w.ledger.routed, drain.Service(api))
+		}, "Uncovered", message},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			w.a.Status.PodIPs = []corev1.PodIP{{IP: "10.0.0.1"}}
+			w.slices.of = map[health.UID][]endpoints.Listing{address: {{Service: webService, Ready: true}}}
+			c.set(w)
+			got := w.ask(deletion(w.a))
+			if want := []string{"delete allow " + c.want + " 1"}; !slices.Equal(w.counted(), want) ||
+				strings.Contains(strings.Join(got.Warnings, " "), "shop/web lists") != (c.says != "") ||
+				!strings.HasSuffix(strings.Join(got.Warnings, " "), c.says) {
+				t.Errorf("counted %q, want %q; warnings %q, want %q", w.counted(), want, got.Warnings, c.says)
 			}
 		})
 	}

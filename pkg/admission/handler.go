@@ -14,6 +14,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
 
 	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -88,6 +90,9 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		role = opener
 	}
 	h.Metrics.answered(role, q.operation, answer, o.Reason, time.Since(began))
+	if s.unlisted && len(s.targets) > 0 {
+		h.Metrics.unlisted.Inc()
+	}
 	// One of the replicas that were asked about this deletion tells operators about it.
 	h.tell(role, q, s, o)
 	o.Warn = o.Warn && role == opener
@@ -135,6 +140,7 @@ func (h *Handler) Claim(ctx context.Context, claim wire.Claim) wire.Claimed {
 // ClaimAt is Claim at a time.
 func (h *Handler) ClaimAt(ctx context.Context, now time.Time, claim wire.Claim) wire.Claimed {
 	q := &request{operation: Operation(claim.Operation), namespace: claim.Pod.Namespace, name: claim.Pod.Name}
+	q.preconditions.UID = ptr.To(types.UID(claim.Pod.UID))
 	facts, s, err := h.Cluster.gather(ctx, now, q)
 	if err != nil || s.pod == nil || drain.UID(s.pod.UID) != claim.Pod.UID {
 		return wire.Claimed{}

@@ -37,10 +37,11 @@ import (
 
 var webService = types.NamespacedName{Namespace: "shop", Name: "web"}
 
-// reader is a cache. It fails on what broken names: a kind.
+// reader is a cache. It fails on what broken names: a kind. If it hangs, no Get is answered.
 type reader struct {
 	objects []client.Object
 	broken  string
+	hangs   bool
 }
 
 func (r *reader) fails(kind string) error {
@@ -50,7 +51,11 @@ func (r *reader) fails(kind string) error {
 	return nil
 }
 
-func (r *reader) Get(_ context.Context, key types.NamespacedName, into client.Object, _ ...client.GetOption) error {
+func (r *reader) Get(ctx context.Context, key types.NamespacedName, into client.Object, _ ...client.GetOption) error {
+	if r.hangs {
+		<-ctx.Done()
+		return ctx.Err()
+	}
 	kind := fmt.Sprintf("%T", into)
 	if err := r.fails(kind); err != nil {
 		return err
@@ -95,6 +100,10 @@ func (r *reader) List(_ context.Context, into client.ObjectList, options ...clie
 		case *corev1.PodList:
 			if pod, ok := object.(*corev1.Pod); ok {
 				into.Items = append(into.Items, *pod)
+			}
+		case *corev1.ServiceList:
+			if service, ok := object.(*corev1.Service); ok {
+				into.Items = append(into.Items, *service)
 			}
 		case *policyv1.PodDisruptionBudgetList:
 			if budget, ok := object.(*policyv1.PodDisruptionBudget); ok {
@@ -407,6 +416,8 @@ func (w *world) counted() []string {
 			case "lameduck_admission_answers_total":
 				all = append(all, fmt.Sprintf("%s %s %s %v", label["operation"], label["answer"], label["reason"],
 					value))
+			case "lameduck_admission_unlisted_total":
+				all = append(all, fmt.Sprint("unlisted ", value))
 			case "lameduck_admission_malformed_total":
 				all = append(all, fmt.Sprintf("malformed %s %v", label["code"], value))
 			}

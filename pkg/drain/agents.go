@@ -1,6 +1,7 @@
 package drain
 
 import (
+	"cmp"
 	"maps"
 	"slices"
 	"time"
@@ -254,6 +255,14 @@ func (l *Ledger) agent(now time.Time, id AgentID) *agent {
 
 // forget drops an agent that is neither listed nor connected.
 func (l *Ledger) forget(a *agent) {
+	l.each(func(d *drain) {
+		if d.open && l.routes(a, d) && l.vanishes(a, d) {
+			d.vanished = append(d.vanished, Waiting{Agent: a.ID, Name: a.Name})
+			slices.SortFunc(d.vanished, func(a, b Waiting) int { return cmp.Compare(a.Name, b.Name) })
+		}
+		d.removed.unset(a.slot)
+		d.barrier.removedBy.unset(a.slot)
+	})
 	l.touchFor(a)
 	l.unindex(a)
 	l.dropReports(a)
@@ -261,9 +270,14 @@ func (l *Ledger) forget(a *agent) {
 		l.total.Suspended--
 	}
 	l.concerned.unset(a.slot)
-	l.each(func(d *drain) { d.barrier.removedBy.unset(a.slot) })
 	delete(l.agents, a.ID)
 	l.slots[a.slot] = nil
+}
+
+// vanishes reports whether a cannot acknowledge d any more: its pod does not exist, perhaps by
+// force, and its last report about d was less than Removed. What its gateway does is unknown then.
+func (l *Ledger) vanishes(a *agent, d *drain) bool {
+	return !a.listed && a.met && !a.left && !d.queued && !d.removed.has(a.slot)
 }
 
 // keepReport stores r as a's report about a pod, one of many, dropReport deletes it, and

@@ -670,7 +670,7 @@ func TestAReplicaThatIsTerminatingIsAsked(t *testing.T) {
 	w.wantBarrier(p, "Unrouting edge-1:unknown") // it has not reported since then
 	w.Disconnect(w.now, "edge-1", w.sessions["edge-1"])
 	w.pass(5 * time.Second)
-	w.wantBarrier(p, "Released NoAgents")
+	w.wantBarrier(p, "Released AgentsLost")
 }
 
 // Without this, a cluster in which kube-proxy has become slow waits for as long as it took when it

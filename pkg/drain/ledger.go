@@ -261,7 +261,7 @@ func (l *Ledger) begin(now time.Time, d *drain, since time.Time) {
 	l.enlist(d)
 	d.open, d.reason, d.begun, d.lastAnswer, d.former = true, ReasonNone, now, now, nil
 	d.quiescingAt, d.allowedAt, d.expired = time.Time{}, time.Time{}, false
-	d.upTo, d.reached = nil, [2]bits{}
+	d.upTo, d.reached, d.removed, d.vanished = nil, [2]bits{}, nil, nil
 	d.since = since
 	l.numbers++
 	d.number = l.numbers
@@ -563,6 +563,7 @@ func (l *Ledger) muster(now time.Time, d *drain, s *Status) (least State, kept b
 	least = Idle
 	agents, said := l.owing(d), l.reportsOn(d)
 	l.waiting = l.waiting[:0]
+	s.Lost = slices.Clone(d.vanished)
 	for i, a := range agents {
 		owes, until := l.owes(now, a)
 		s.recheck(now, until)
@@ -570,9 +571,9 @@ func (l *Ledger) muster(now time.Time, d *drain, s *Status) (least State, kept b
 		if !owes {
 			// What was said on its session is void.
 			switch {
-			case !a.listed || a.Pending:
-			case a.met && later(until, a.unreadyAt).After(d.begun):
+			case l.vanishes(a, d), a.listed && !a.Pending && a.met && later(until, a.unreadyAt).After(d.begun):
 				s.Lost = append(s.Lost, is)
+			case !a.listed || a.Pending:
 			case len(s.Away) == maxAway:
 				s.MoreAway++
 			default:

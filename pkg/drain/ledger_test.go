@@ -339,10 +339,31 @@ func TestAgentsThatAreLostDuringADrainAreNamed(t *testing.T) {
 			w.Disconnect(w.now, "lost", w.sessions["lost"])
 			w.Expect(w.now, agents(false))
 		}, "Released Acknowledged", false},
-		"its pod does not exist any more": {nil, func(w *world, _ Pod) {
+		"its pod was deleted by force": {nil, func(w *world, p Pod) {
+			w.say("lost", p, Routing)
+			w.Disconnect(w.now, "lost", w.sessions["lost"])
+			w.Expect(w.now, agents(false)[:1])
+		}, "Released AgentsLost", true},
+		"its pod was deleted by force, and its stream broke later": {nil, func(w *world, _ Pod) {
+			w.Expect(w.now, agents(false)[:1])
+			w.Disconnect(w.now, "lost", w.sessions["lost"])
+			w.pass(5 * time.Second)
+		}, "Released AgentsLost", true},
+		"its pod does not exist any more, and its gateway had removed the other": {nil, func(w *world, p Pod) {
+			w.say("lost", p, Removed)
 			w.Disconnect(w.now, "lost", w.sessions["lost"])
 			w.Expect(w.now, agents(false)[:1])
 		}, "Released Acknowledged", false},
+		"its pod was deleted by force, and its gateway had been restarted": {nil, func(w *world, p Pod) {
+			w.say("lost", p, Removed)
+			w.say("lost", p, Routing)
+			w.Disconnect(w.now, "lost", w.sessions["lost"])
+			w.Expect(w.now, agents(false)[:1])
+		}, "Released AgentsLost", true},
+		"its pod did not exist any more": {func(w *world) {
+			w.Disconnect(w.now, "lost", w.sessions["lost"])
+			w.Expect(w.now, agents(false)[:1])
+		}, nil, "Released Acknowledged", false},
 		"it came back": {nil, func(w *world, p Pod) {
 			w.Disconnect(w.now, "lost", w.sessions["lost"])
 			w.Expect(w.now, agents(false))
@@ -804,7 +825,7 @@ func TestAnAgentThatTheAPIDoesNotListMayComeBack(t *testing.T) {
 	w.pass(5*time.Second - 1)
 	w.want(p, "Unrouting one:unknown")
 	w.pass(1)
-	w.want(p, "Released NoAgents")
+	w.want(p, "Released AgentsLost")
 	w.pass(10 * time.Second)
 	w.Tick(w.now)
 	if len(w.agents) != 0 {
@@ -918,12 +939,12 @@ func TestADeclarationWithoutTheServiceDischargesNobody(t *testing.T) {
 			w.Disconnect(w.now, "one", w.sessions["one"])
 			w.Changed(AtHold)
 			w.pass(w.times.Away + time.Second)
-		}, "Released NoAgents"},
+		}, "Released AgentsLost"},
 		"the API forgets it": {func(w *world) {
 			w.Expect(w.now, []Expected{{ID: "one"}})
 			w.Disconnect(w.now, "one", w.sessions["one"])
 			w.Expect(w.now, nil)
-		}, "Released NoAgents"},
+		}, "Released AgentsLost"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)

@@ -56,9 +56,13 @@ type owed struct {
 	upTo bits
 	// reached are the slots of those that have reported Removed, or Idle, since it was opened.
 	reached [2]bits
+	// removed are the slots of those whose last report, on any session, was Removed or Idle.
+	removed bits
 	// former are agents that routed the pod and declared again without its Services while the drain
 	// was open. Each must still acknowledge the drain, at this gate.
 	former map[*agent]Gate
+	// vanished are the agents for which the drain waited and that do not exist any more, by name.
+	vanished []Waiting
 }
 
 // index updates the lists for a. It costs nothing if nothing changed: most agents reconnect with

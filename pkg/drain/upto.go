@@ -142,6 +142,11 @@ func (l *Ledger) taken(now time.Time, d *drain, r *received, fresher bool) {
 	if fresher && l.canEndPhase(now, d, r) {
 		l.touch(d)
 	}
+	if d.removed = d.removed.grown(len(l.slots)); r.State >= Removed {
+		d.removed.set(r.by.slot)
+	} else {
+		d.removed.unset(r.by.slot)
+	}
 	for i, state := range []State{Removed, Idle} {
 		if of := d.reached[i].grown(len(l.slots)); !d.queued && r.State >= state && !of.has(r.by.slot) {
 			of.set(r.by.slot)

@@ -126,7 +126,8 @@ const (
 	LastTarget
 	// AgentsLost: every agent that still must acknowledge has reported Idle, but the drain had
 	// waited for others. Each of these lost its stream, has a pod that is not ready, and did not
-	// reconnect in time. What their gateways do is unknown.
+	// reconnect in time, or its pod was deleted before it had reported Removed. What their gateways
+	// do is unknown.
 	AgentsLost
 	// Uncovered: every agent that must acknowledge has, but something else routes a Service of the
 	// pod and is not waited for. The ledger does not know that: coordinators replace Acknowledged

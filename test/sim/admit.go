@@ -50,7 +50,8 @@ func (c *coord) newHandler() *admission.Handler {
 			Reader: cache{c, false}, Live: cache{c, true}, Ledger: noted{c},
 			Slices: admission.Ahead{Slices: c.index, Reader: cache{c, false}, Synced: func() bool { return true },
 				Ledger: c, Now: func() time.Time { return c.now() }},
-			Synced: func() bool { return c.synced }, Started: c.now(), Coverage: covered{},
+			Services: func() bool { return c.synced },
+			Synced:   func() bool { return c.synced }, Started: c.now(), Coverage: covered{},
 		},
 		Times: c.w.times, Log: c.w.logger(c.name), Others: asked{c.table},
 	}

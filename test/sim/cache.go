@@ -138,6 +138,12 @@ func (k cache) List(_ context.Context, into client.ObjectList, options ...client
 				into.Items = append(into.Items, *object)
 			}
 		}
+	case *corev1.ServiceList:
+		for i := range k.c.w.api.services {
+			if object := k.c.w.api.service(i); selects(object) {
+				into.Items = append(into.Items, *object)
+			}
+		}
 	case *corev1.PodList:
 		for _, uid := range sorted(k.c.pods) {
 			if object := k.c.w.api.find(uid).object(k.c.pods[uid]); selects(object) {

@@ -511,7 +511,7 @@ func (c *coord) connect(l *link, k *conn, boot string) {
 func (c *coord) beat(s *stream) {
 	c.w.after(&c.proc, c.w.times.Heartbeat, func() {
 		if !s.over {
-			c.say(s, c.core.Say(nil, c.now(), wire.Message{Type: wire.TypeHeartbeat}))
+			c.say(s, c.core.Say(nil, c.now(), s.Session, wire.Message{Type: wire.TypeHeartbeat}))
 			c.beat(s)
 		}
 	})
