@@ -206,7 +206,7 @@ func (r *roster) run(ctx context.Context) error {
 			expected = append(expected, drain.Expected{
 				ID: drain.AgentID(p.UID), Name: p.Namespace + "/" + p.Name, Ready: podfacts.Ready(p),
 				Label:   drain.ParseLabel(p.Labels[agentLabel]),
-				Pending: p.Status.Phase == corev1.PodPending,
+				Pending: p.Status.Phase == corev1.PodPending, Node: p.Spec.NodeName,
 			})
 		}
 		slices.SortFunc(expected, func(a, b drain.Expected) int { return strings.Compare(a.Name, b.Name) })

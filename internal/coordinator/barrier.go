@@ -31,6 +31,8 @@ type PodContext struct {
 	Grace              time.Duration
 	// Here: the agent that asks is on the pod's node. Elsewhere: see [Options.Elsewhere].
 	Here, Elsewhere bool
+	// Workload is the pod's, see [Core.Hooks].
+	Workload string
 	// NotEnforced: the pod's mode is observe or off. Partly: a container has no hook.
 	NotEnforced, Partly bool
 	// Addresses are those of the pod, none if it has its node's.
@@ -163,6 +165,9 @@ func checkBarrier(asked wire.BarrierRequest) error {
 	return nil
 }
 
+// placesOfOne returns how many hooks of one agent may wait.
+func (o *Options) placesOfOne() int { return max(1, o.MaxBarriers/4) }
+
 // boundOf returns the times of asked.
 func boundOf(asked wire.BarrierRequest) (bound, elapsed time.Duration) {
 	return time.Duration(asked.BoundMillis) * time.Millisecond, time.Duration(asked.ElapsedMillis) * time.Millisecond
@@ -221,11 +226,14 @@ func (c *Core) Bar(now time.Time, who Identity, asked wire.BarrierRequest, s Pod
 		return nil, serve.Refuse(http.StatusServiceUnavailable, "no address of pod %s is known here", asked.Pod)
 	case c.barriers >= c.limits.MaxBarriers:
 		return nil, serve.Refuse(http.StatusServiceUnavailable, "too many barriers wait at this replica")
-	case c.barriersOf[who.Agent] >= max(1, c.limits.MaxBarriers/4):
+	case c.barriersOf[who.Agent] >= c.limits.placesOfOne():
 		return nil, serve.Refuse(http.StatusServiceUnavailable, "too many barriers of this node wait at this replica")
 	}
 	c.barriers++
 	c.barriersOf[who.Agent]++
+	if c.hooks.hear(asked.Pod.UID, s.Workload); asked.Terminating {
+		c.hooks.told[asked.Pod.UID] = relied{s.Workload, now}
+	}
 	// Agents also delete connections to these addresses. Only those of a pod that is not known here
 	// are what the agent says.
 	if s.Known {
@@ -349,6 +357,9 @@ func (b *Bar) Answer() wire.BarrierStatus {
 func (c *Coordinator) podContext(ctx context.Context, who Identity, asked wire.BarrierRequest) (PodContext, error) {
 	var s PodContext
 	allowed, err := c.Authenticate.MayAskBarriers(ctx, who)
+	if err == nil {
+		c.locked(func() { c.core.MayAsk(who, allowed) })
+	}
 	if err == nil && !allowed {
 		return s, serve.Refuse(http.StatusForbidden, "%s may not ask for barriers: grant the verb create on "+
 			"barriers.lameduck.io by a ClusterRoleBinding, as manifests/barrier does", who.Username)

@@ -257,6 +257,10 @@ type Request struct {
 	// Place is what another replica knows of the drain, Turn whether its call may wait.
 	Place drain.Place
 	Turn  Turn
+	// BarrierWaits: Removed is enough for this call, because the pod waits for Idle at its barrier.
+	// Workload is the pod's, see [Core.Hooks].
+	BarrierWaits bool
+	Workload     string
 }
 
 // Drain opens a drain of a pod or joins the open one, and waits until it is released or closed, or
@@ -348,7 +352,7 @@ func (c *Coordinator) GatePassed(uid drain.UID) {
 func (c *Coordinator) Expect(expected []drain.Expected) {
 	c.mu.Lock()
 	defer c.unlock()
-	c.core.Ledger.Expect(time.Now(), expected)
+	c.core.Expect(time.Now(), expected)
 	n := c.core.Ledger.Counts()
 	c.Metrics.agents.WithLabelValues("expected").Set(float64(n.Expected))
 	c.Metrics.agents.WithLabelValues("missing").Set(float64(n.Missing))
@@ -381,6 +385,13 @@ func (c *Coordinator) Asks(g drain.Gate, services []drain.Service) bool {
 	c.mu.RLock()
 	defer c.mu.RUnlock()
 	return c.core.Ledger.Asks(g, services)
+}
+
+// Hooks is [Core.Hooks].
+func (c *Coordinator) Hooks(node, workload string) Hooks {
+	c.mu.RLock()
+	defer c.mu.RUnlock()
+	return c.core.Hooks(node, workload)
 }
 
 // Pod returns what is known of a pod.
@@ -487,6 +498,12 @@ func (c *Coordinator) settle() {
 			}
 			c.Log.Error("agent is suspended: it did not acknowledge several drains in a row",
 				"agent", s.Name, "id", s.Agent)
+		})
+	}
+	for _, pod := range e.Missed {
+		c.Metrics.missed.Inc()
+		c.later = append(c.later, func() {
+			c.Log.Warn("deletion was left to the barrier, and no hook has asked", "pod", pod.String(), "uid", pod.UID)
 		})
 	}
 	for _, s := range e.Cut {

@@ -45,6 +45,7 @@ type Core struct {
 	reliedOn map[drain.UID]struct{}
 	// observed are the pods whose deletion does not wait and is measured.
 	observed map[drain.UID]*observed
+	hooks    hookMemory
 	// phases holds the last phase of each open drain that was observed.
 	phases  map[drain.UID]drain.Phase
 	stopped bool
@@ -66,6 +67,8 @@ type Effects struct {
 	Measured []Measured
 	// Cut are streams that were ended, and why.
 	Cut []Cut
+	// Missed are pods whose deletion was left to the barrier, and which no hook has asked for.
+	Missed []drain.Pod
 }
 
 // Entered is a drain that has entered another phase than Before.
@@ -91,6 +94,8 @@ func NewCore(now time.Time, self drain.Holder, times drain.Times, o *Options) *C
 		sessions: map[drain.AgentID]*Session{}, barriersOf: map[drain.AgentID]int{}, deleted: map[drain.UID]time.Time{},
 		turns: map[string][]turn{}, asked: map[drain.UID]time.Time{}, reliedOn: map[drain.UID]struct{}{},
 		phases: map[drain.UID]drain.Phase{}, observed: map[drain.UID]*observed{},
+		hooks: hookMemory{allowed: map[string]bool{}, heard: map[string]bool{}, told: map[drain.UID]relied{},
+			relies: map[drain.UID]relied{}},
 	}
 }
 
@@ -161,6 +166,7 @@ func (c *Core) Stop() { c.stopped = true }
 func (c *Core) Tick(now time.Time) (pods, over []drain.Pod) {
 	pods, over = c.Ledger.Tick(now)
 	c.dropTurns(now)
+	c.effects.Missed = append(c.effects.Missed, c.missed(now)...)
 	for _, uid := range slices.Sorted(maps.Keys(c.observed)) { // the log has them in this order
 		c.measure(now, uid)
 	}
@@ -224,6 +230,7 @@ func (c *Core) Ready(now time.Time, uid drain.UID, at time.Time) bool {
 // Hold is a call of the API server about the deletion of a pod.
 type Hold struct {
 	core     *Core
+	request  Request
 	uid      drain.UID
 	until    time.Time
 	answered func(now time.Time, allowed bool)
@@ -237,7 +244,8 @@ type Hold struct {
 // Hold opens a drain of a pod or joins the open one, for a call that may wait until a time.
 func (c *Core) Hold(now time.Time, request Request, until time.Time) *Hold {
 	uid := request.Pod.UID
-	h := &Hold{core: c, uid: uid, until: until, Status: c.ask(now, request.Pod, request.Targets, request.Place)}
+	h := &Hold{core: c, request: request, uid: uid, until: until}
+	h.saw(c.ask(now, request.Pod, request.Targets, request.Place))
 	if c.phases[uid] != drain.PhaseUnknown {
 		c.asked[uid] = now
 	}
@@ -284,12 +292,19 @@ func wakeAt(s drain.Status, until time.Time) time.Time {
 	return until
 }
 
+// saw records a status of the drain.
+func (h *Hold) saw(s drain.Status) {
+	if h.Status = s; h.request.BarrierWaits {
+		h.Status = s.AtRemoved()
+	}
+}
+
 // Recheck ends the wait if the drain, the time or the replica has ended. changed is the drain's new
 // status, nil if the call was woken by something else. It avoids asking the ledger, which takes
 // time for each agent.
 func (h *Hold) Recheck(now time.Time, changed *drain.Status) {
 	if changed != nil {
-		h.Status = *changed
+		h.saw(*changed)
 	} else {
 		h.look(now)
 	}
@@ -308,9 +323,10 @@ func (h *Hold) GiveUp(now time.Time, err error) {
 }
 
 func (h *Hold) look(now time.Time) {
-	h.Status = h.core.Ledger.Status(now, drain.AtHold, h.uid)
+	s := h.core.Ledger.Status(now, drain.AtHold, h.uid)
 	h.core.settle(now)
-	h.core.observe(h.Status)
+	h.core.observe(s)
+	h.saw(s)
 }
 
 func (h *Hold) end(now time.Time, err error) {
@@ -318,7 +334,11 @@ func (h *Hold) end(now time.Time, err error) {
 	if h.Waited {
 		h.core.holds--
 	}
-	h.answered(now, err == nil && (h.Status.Phase == drain.Released || h.Status.Phase == drain.Closed))
+	allowed := err == nil && (h.Status.Phase == drain.Released || h.Status.Phase == drain.Closed)
+	if allowed && h.Status.Reason == drain.BarrierWaits && h.request.Turn == TurnJudged {
+		h.core.hooks.relies[h.uid] = relied{h.request.Workload, now}
+	}
+	h.answered(now, allowed)
 }
 
 // Unroute asks agents to stop routing to a pod whose deletion does not wait.
@@ -375,7 +395,12 @@ func (c *Core) ReliedOn(uid drain.UID) bool {
 // whether this one can judge deletions.
 func (c *Core) Replica(now time.Time, ready bool) wire.Replica {
 	n := c.Ledger.Counts()
-	return wire.Replica{Ready: ready, Expected: n.Expected, Missing: n.Missing, Shared: c.Ledger.Shared(now)}
+	r := wire.Replica{Ready: ready, Expected: n.Expected, Missing: n.Missing, Shared: c.Ledger.Shared(now)}
+	r.Hooks = make(map[drain.UID]string, len(c.hooks.told))
+	for uid, is := range c.hooks.told {
+		r.Hooks[uid] = is.workload
+	}
+	return r
 }
 
 // Draining returns how many of pods are being drained, not counting those that are queued.
@@ -394,6 +419,9 @@ func (c *Core) Polled(now time.Time, states []wire.Replica, adopt bool) {
 	others := make([]drain.Shared, len(states))
 	for i, of := range states {
 		others[i] = of.Shared
+		for uid, workload := range of.Hooks {
+			c.hooks.hear(uid, workload)
+		}
 	}
 	c.Ledger.Polled(now, others, adopt)
 }

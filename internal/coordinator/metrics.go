@@ -19,6 +19,7 @@ type Metrics struct {
 	waiting       prometheus.Gauge
 	barriers      *prometheus.HistogramVec
 	cut, restarts prometheus.Counter
+	missed        prometheus.Counter
 	// Metrics of deletions in mode observe, which did not wait.
 	observed prometheus.Histogram
 	inFlight prometheus.Counter
@@ -69,6 +70,11 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 		Name: "lameduck_barrier_restarts_total",
 		Help: "Stops of containers whose pod stays: restarts by liveness, soft evictions, node shutdowns.",
 	})
+	m.missed = prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "lameduck_barrier_missed_total",
+		Help: "Deletions allowed by this replica, as the opener, with the reason BarrierWaits, after which no hook " +
+			"of the pod asked a coordinator: requests in flight may be lost.",
+	})
 	m.observed = prometheus.NewHistogram(prometheus.HistogramOpts{
 		Name: "lameduck_observed_seconds",
 		Help: "Time from the deletion of a pod in mode observe until its gateways had stopped routing to it by " +
@@ -81,7 +87,7 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 			"stopped routing to the pod.",
 	})
 	r.MustRegister(m.holds, m.drains, m.phase, m.agents, m.reports, m.api, m.waiting, m.barriers, m.cut, m.restarts,
-		m.observed, m.inFlight)
+		m.missed, m.observed, m.inFlight)
 	for _, r := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents,
 		drain.Suspended, drain.AgentsLost, drain.LastTarget, drain.PodDeleted, drain.Uncovered,
 		drain.NotEnforced} {

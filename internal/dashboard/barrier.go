@@ -11,18 +11,12 @@ import (
 	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/internal/keys"
+	"github.com/lameduck-io/lameduck/internal/podfacts"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
 // maxMissing bounds the pods without the barrier that are named.
 const maxMissing = 20
-
-// Kinds of hooks, as they are shown.
-const (
-	hookHTTP = "httpGet"
-	hookExec = "exec"
-	hookNone = "none"
-)
 
 // addPods adds the nodes and hooks of the pods at the barrier, and the pods that were created
 // without it.
@@ -46,7 +40,7 @@ func (d *Dashboard) addPods(all *api.Barriers) {
 		var kinds []string
 		for _, h := range hooksOf(pod) {
 			switch {
-			case h.Kind == hookNone:
+			case h.Kind == podfacts.HookNone:
 				b.Uncovered = append(b.Uncovered, h.Container)
 			case !slices.Contains(kinds, h.Kind):
 				kinds = append(kinds, h.Kind)
@@ -56,33 +50,22 @@ func (d *Dashboard) addPods(all *api.Barriers) {
 	}
 }
 
-// hooksOf returns a hook for each container of a pod, of kind hookNone if the container does not
+// hooksOf returns a hook for each container of a pod, of kind none if the container does not
 // wait at the barrier. It returns none if the pod has no barrier.
 func hooksOf(pod *corev1.Pod) []api.Hook {
 	hooks := []api.Hook{}
-	id := pod.Annotations[keys.BarrierID]
-	if id == "" {
+	barrier, _ := podfacts.BarrierOf(pod)
+	if barrier.ID == "" {
 		return hooks
 	}
 	for _, c := range pod.Spec.Containers {
-		h := api.Hook{Container: c.Name, Kind: hookNone}
-		if c.Lifecycle != nil && c.Lifecycle.PreStop != nil {
-			switch stop := c.Lifecycle.PreStop; {
-			case stop.HTTPGet != nil && strings.Contains(stop.HTTPGet.Path, id):
-				h.Kind = hookHTTP
-			case stop.Exec != nil && slices.ContainsFunc(stop.Exec.Command, func(word string) bool {
-				return strings.Contains(word, id)
-			}):
-				h.Kind = hookExec
-			}
-		}
-		hooks = append(hooks, h)
+		hooks = append(hooks, api.Hook{Container: c.Name, Kind: barrier.Hook(&c)})
 	}
 	// An annotation of the pod also names the containers that could not be given a hook.
 	for name := range strings.SplitSeq(pod.Annotations[keys.BarrierUncovered], ",") {
 		name = strings.TrimSpace(name)
 		if name != "" && !slices.ContainsFunc(hooks, func(h api.Hook) bool { return h.Container == name }) {
-			hooks = append(hooks, api.Hook{Container: name, Kind: hookNone})
+			hooks = append(hooks, api.Hook{Container: name, Kind: podfacts.HookNone})
 		}
 	}
 	return hooks
@@ -106,7 +89,7 @@ func explainBarrier(to *api.Explanation, pod *corev1.Pod, agents []drain.Acknowl
 		x.GraceSeconds = float64(grace)
 	}
 	for _, h := range x.Hooks {
-		if h.Kind == hookNone {
+		if h.Kind == podfacts.HookNone {
 			uncover(to, "container "+h.Container,
 				"it gets SIGTERM without waiting for the barrier: its own hook cannot be wrapped")
 		}

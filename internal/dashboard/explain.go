@@ -250,6 +250,12 @@ func summary(x api.Explanation, e admission.Explanation) string {
 		if holds == 0 {
 			text = fmt.Sprintf("It would be %s within 2 s: every agent that would be asked is suspended.", verb)
 		}
+		switch {
+		case e.Verdict.Reason == admission.BarrierWaits:
+			text += " Requests in flight would end at its barrier."
+		case e.Idle != "":
+			text += " Requests in flight would have to end first, not at its barrier: " + e.Idle + "."
+		}
 		if x.Queued != "" {
 			text += " First it would wait for capacity: " + x.Queued + "."
 		}

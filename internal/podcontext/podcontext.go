@@ -88,7 +88,7 @@ func (v *Source) PodContext(ctx context.Context, agent string, pod drain.Pod) (s
 	if s.Known, s.Terminating = true, is.DeletionTimestamp != nil; s.Terminating {
 		s.Grace = grace(&is)
 	}
-	s.Partly = is.Annotations[keys.BarrierUncovered] != ""
+	s.Partly, s.Workload = is.Annotations[keys.BarrierUncovered] != "", podfacts.Workload(&is)
 	s.IdleBound = v.duration(&is, idleBound, time.ParseDuration)
 	if agent == "" {
 		return s, nil

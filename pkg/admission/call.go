@@ -215,6 +215,7 @@ func (c *Call) look(now time.Time) {
 			Message: lastMessage("Service " + service)})
 		return
 	}
+	c.h.Cluster.hooks(&c.facts, &c.subject)
 	c.hold(now)
 }
 
@@ -265,7 +266,7 @@ func (c *Call) refuse(now time.Time) {
 // abnormal.
 func (h *Handler) released(ctx context.Context, s subject, status drain.Status, elapsed time.Duration) Outcome {
 	var uncovered []string
-	if status.Reason == drain.Acknowledged || status.Reason == drain.NoAgents {
+	if status.Reason == drain.Acknowledged || status.Reason == drain.NoAgents || status.Reason == drain.BarrierWaits {
 		var err error
 		if uncovered, err = h.Cluster.uncovered(ctx, s); err != nil { // the rest was found
 			h.Log.Warn("find out what routes the pod's Services", "pod", s.drainPod().String(), "error", err)

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/keys"
 )
 
@@ -79,6 +80,13 @@ type Facts struct {
 	// LastOf names a Service of the pod, if no other pod is ready and not terminating in any of its
 	// Services that a gateway may route.
 	LastOf string
+
+	// Barred: each container of the pod has Lameduck's preStop hook. Bound is how long its barrier
+	// lasts at most. Own is the grace period of its application, Grace that of the deletion.
+	Barred            bool
+	Bound, Own, Grace time.Duration
+	// Hooks is what this replica knows of its hooks.
+	Hooks coordinator.Hooks
 }
 
 // Action is what to answer. The zero value is never decided.
@@ -123,6 +131,7 @@ const (
 	BudgetBroken         Reason = "BudgetBroken"
 	CoolOff              Reason = "CoolOff"
 	LastTarget           Reason = "LastTarget"
+	BarrierWaits         Reason = "BarrierWaits"
 	Draining             Reason = "Draining"
 	// Queued, TooManyHolds, TooManyOfOwner, Stopping and CallerGone are decided while holding.
 	Queued         Reason = "Queued"
@@ -143,7 +152,7 @@ func answers() map[Reason]Action {
 	for _, row := range Table {
 		all[row.Reason] = row.Answer.Action
 	}
-	all[Draining] = Deny // a drain that is not released yet
+	all[Draining], all[BarrierWaits] = Deny, Allow // a drain that is not released yet, and one that is
 	return all
 }
 
@@ -260,7 +269,35 @@ var Table = []Row{
 	{LastTarget, func(f Facts) bool { return f.LastOf != "" }, warn,
 		"no other pod of one of its Services is ready: it stays routed, since an outage must not begin early",
 		func(f Facts) string { return lastMessage("Service " + f.LastOf) }},
+	{BarrierWaits, func(f Facts) bool { will, _ := barrierWillWait(f); return will }, Verdict{Action: Drain},
+		"its preStop barrier will wait for the end of requests: at the hold, `Removed` is enough", nil},
 	{Draining, func(Facts) bool { return true }, Verdict{Action: Drain}, "otherwise", nil},
+}
+
+// barrierWillWait reports whether the pod's barrier will wait until gateways are Idle, so that the
+// hold need not, and if not, why.
+func barrierWillWait(f Facts) (will bool, whyNot string) {
+	h := f.Hooks
+	switch {
+	case !f.Barred:
+		return false, "not every container has the preStop hook"
+	case f.Mode != keys.Enforce:
+		return false, "its mode is " + f.Mode
+	case f.Grace < f.Own+h.IdleBound:
+		return false, fmt.Sprintf("the grace period %s leaves the barrier less than the Idle bound %s", f.Grace,
+			h.IdleBound)
+	case f.Bound < h.IdleBound:
+		return false, fmt.Sprintf("the barrier's bound %s is shorter than the Idle bound %s", f.Bound, h.IdleBound)
+	case !h.Connected:
+		return false, "no agent of its node is connected"
+	case !h.Allowed:
+		return false, "the agent of its node has not shown the right to ask for barriers"
+	case h.Crowded:
+		return false, "too many barriers wait"
+	case !h.Heard:
+		return false, "no hook of its workload was heard of, or one was missed"
+	}
+	return true, ""
 }
 
 // Decide returns what the first row of [Table] that matches says.

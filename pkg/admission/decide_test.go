@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/keys"
 )
 
@@ -37,7 +38,61 @@ var matching = map[Reason]func(*Facts){
 	BudgetBroken:         func(f *Facts) { f.Operation, f.BudgetBroken = Evict, true },
 	CoolOff:              func(f *Facts) { f.Refused = 2 },
 	LastTarget:           func(f *Facts) { f.LastOf = "shop/web" },
+	BarrierWaits:         barred,
 	Draining:             func(*Facts) {},
+}
+
+// barred are the facts of a pod whose barrier will wait.
+func barred(f *Facts) {
+	f.Mode, f.Barred = keys.Enforce, true
+	f.Bound, f.Own, f.Grace = 30*time.Second, 30*time.Second, time.Minute
+	f.Hooks = coordinator.Hooks{IdleBound: 10 * time.Second, Connected: true, Allowed: true, Heard: true}
+}
+
+// Each fact without which a barrier may not wait makes the hold wait for Idle.
+func TestBarrierWillWait(t *testing.T) {
+	for name, c := range map[string]struct {
+		set  func(*Facts)
+		want string // in the reason why not; empty: it waits
+	}{
+		"all is well":                        {func(*Facts) {}, ""},
+		"a container without the hook":       {func(f *Facts) { f.Barred = false }, "preStop hook"},
+		"mode observe":                       {func(f *Facts) { f.Mode = keys.Observe }, "observe"},
+		"mode off":                           {func(f *Facts) { f.Mode = keys.Off }, "off"},
+		"just enough grace":                  {func(f *Facts) { f.Grace = 40 * time.Second }, ""},
+		"deleted with too short a grace":     {func(f *Facts) { f.Grace = 39 * time.Second }, "grace period 39s"},
+		"deleted with grace 1":               {func(f *Facts) { f.Grace = time.Second }, "grace period 1s"},
+		"a negative grace is 1":              {func(f *Facts) { f.Grace = -time.Hour }, "grace period"},
+		"a short bound":                      {func(f *Facts) { f.Bound = 10 * time.Second }, ""},
+		"too short a bound":                  {func(f *Facts) { f.Bound = 9 * time.Second }, "bound 9s"},
+		"a longer Idle bound":                {func(f *Facts) { f.Hooks.IdleBound = 31 * time.Second }, "31s"},
+		"no agent of the node is connected":  {func(f *Facts) { f.Hooks.Connected = false }, "connected"},
+		"the agent may not ask":              {func(f *Facts) { f.Hooks.Allowed = false }, "right"},
+		"half of the places are taken":       {func(f *Facts) { f.Hooks.Crowded = true }, "too many barriers"},
+		"a workload whose hooks never asked": {func(f *Facts) { f.Hooks.Heard = false }, "workload"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := plain()
+			barred(&f)
+			c.set(&f)
+			will, got := barrierWillWait(f)
+			if will != (c.want == "") || will != (got == "") || !strings.Contains(got, c.want) {
+				t.Errorf("%t, %q; want %q", will, got, c.want)
+			}
+			want := BarrierWaits
+			switch {
+			case f.Mode == keys.Observe:
+				want = Observed
+			case f.Mode == keys.Off:
+				want = ModeOff
+			case c.want != "":
+				want = Draining
+			}
+			if v := Decide(f); v.Reason != want {
+				t.Errorf("decided by %s, want %s", v.Reason, want)
+			}
+		})
+	}
 }
 
 // plain are the facts of a ready pod that a gateway routes to: its deletion waits.
@@ -108,6 +163,9 @@ func TestTheTableIsDocumented(t *testing.T) {
 			answer = "429, and nothing is unrouted"
 		case r.Answer.Action == Drain:
 			answer = "the drain is opened; yes when it is released, else 429"
+			if r.Reason == BarrierWaits {
+				answer = "the drain is opened; yes when every gateway has reported `Removed`, else 429"
+			}
 		}
 		fmt.Fprintf(&table, "| `%s` | %s | %s |\n", r.Reason, r.Words, answer)
 	}

@@ -8,6 +8,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -28,6 +29,9 @@ type Explanation struct {
 	Targets []drain.Targets
 	// Full is why the drain would be queued. Empty: it would not.
 	Full string
+	// Idle is why the hold would wait until gateways are Idle, and not leave that to the pod's
+	// barrier. Empty: it would not, or the pod has no barrier.
+	Idle string
 }
 
 // Explain returns the answer that a deletion or an eviction of the pod would get now. It opens no
@@ -52,6 +56,9 @@ func (c *Cluster) Explain(ctx context.Context, now time.Time, operation Operatio
 		return Explanation{}, err
 	}
 	e := Explanation{Pod: s.pod, Facts: facts, Verdict: verdict, Targets: s.targets}
+	if e.Verdict.Reason == Draining && s.pod.Annotations[keys.BarrierID] != "" {
+		_, e.Idle = barrierWillWait(facts)
+	}
 	if e.Targets == nil {
 		e.Targets = Targets(c.Slices, Listings(now, c.Slices, s.pod))
 	}

@@ -3,6 +3,7 @@ package admission
 import (
 	"context"
 	"fmt"
+	"math"
 	"net/netip"
 	"slices"
 	"time"
@@ -57,6 +58,8 @@ type Ledger interface {
 type Standings interface {
 	Expecting() (expected, missing int)
 	CouldRoute(services []drain.Service) bool
+	// Hooks returns what is known of the hooks of a pod of a workload on a node.
+	Hooks(node, workload string) coordinator.Hooks
 	// Pod returns the standing of a pod: its drain, and when deletions that were allowed turned out
 	// to be refused.
 	Pod(uid drain.UID) drain.Standing
@@ -118,6 +121,9 @@ type subject struct {
 	role string
 	// unlisted: no EndpointSlice lists the pod, and the targets are the Services that select it.
 	unlisted bool
+	// barrierWaits and workload are as in coordinator.Request.
+	barrierWaits bool
+	workload     string
 }
 
 func (s subject) drainPod() drain.Pod {
@@ -126,7 +132,8 @@ func (s subject) drainPod() drain.Pod {
 
 // request is what the ledger is asked.
 func (s subject) request() coordinator.Request {
-	r := coordinator.Request{Pod: s.drainPod(), Targets: s.targets, Place: s.place, Turn: s.turn}
+	r := coordinator.Request{Pod: s.drainPod(), Targets: s.targets, Place: s.place, Turn: s.turn,
+		BarrierWaits: s.barrierWaits, Workload: s.workload}
 	if owner := metav1.GetControllerOf(s.pod); owner != nil {
 		r.Owner = owner.Kind + "/" + string(owner.UID)
 	}
@@ -188,6 +195,9 @@ func (c *Cluster) gather(ctx context.Context, now time.Time, q *request) (Facts,
 		s.unlisted = len(listings) > 0
 	}
 	s.targets = f.OfRouting(now, listings, c.Slices, c.Ledger, s.drainPod())
+	f.ofBarrier(s.pod, q.grace)
+	s.workload = podfacts.Workload(s.pod)
+	c.hooks(&f, &s)
 	return f, s, nil
 }
 
@@ -214,10 +224,10 @@ func (c *Cluster) selecting(ctx context.Context, pod *corev1.Pod) (all []endpoin
 // in the budget, its drain is open when judge returns.
 func (c *Cluster) judge(ctx context.Context, f *Facts, s *subject, claim bool) (Verdict, error) {
 	v := Decide(*f)
-	if f.Operation != Evict || v.Reason != Draining && v.Reason != CoolOff && v.Reason != LastTarget {
+	if f.Operation != Evict || v.Action != Drain && v.Reason != CoolOff && v.Reason != LastTarget {
 		return v, nil
 	}
-	claim = claim && v.Reason == Draining // else it is allowed without a drain, or refused
+	claim = claim && v.Action == Drain // else it is allowed without a drain, or refused
 	room, err := c.budget(ctx, s, f.NotReadyFor == 0, claim)
 	if err != nil {
 		return v, err
@@ -297,6 +307,33 @@ func (f *Facts) ofPod(now time.Time, pod *corev1.Pod) {
 			}
 		}
 	}
+}
+
+// ofBarrier reads the facts about the pod's barrier that are in the pod itself. grace is the grace
+// period of the deletion, nil for the pod's own.
+func (f *Facts) ofBarrier(pod *corev1.Pod, grace *int64) {
+	barrier, ok := podfacts.BarrierOf(pod)
+	// A copy of a pod may use the node's network, and has no address of its own then.
+	f.Barred = ok && !pod.Spec.HostNetwork && len(pod.Spec.Containers) > 0 &&
+		!slices.ContainsFunc(pod.Spec.Containers, func(c corev1.Container) bool {
+			return barrier.Hook(&c) == podfacts.HookNone
+		})
+	if !f.Barred {
+		return
+	}
+	if grace == nil {
+		grace = pod.Spec.TerminationGracePeriodSeconds
+	}
+	f.Bound, f.Own = barrier.Bound, barrier.Grace
+	f.Grace = time.Duration(max(0, min(ptr.Deref(grace, defaultGrace), math.MaxInt32))) * time.Second
+}
+
+// hooks brings up to date what is known of the pod's hooks.
+func (c *Cluster) hooks(f *Facts, s *subject) {
+	if f.Barred {
+		f.Hooks = c.Ledger.Hooks(s.pod.Spec.NodeName, s.workload)
+	}
+	s.barrierWaits, _ = barrierWillWait(*f)
 }
 
 // ofNamespace reads the facts that are in the namespace, and returns its labels.

@@ -199,7 +199,8 @@ func seconds(d time.Duration) string { return fmt.Sprintf("%.1fs", d.Seconds()) 
 
 // tell writes Events and the log: one line for each answer that was held, denied or abnormal.
 func (h *Handler) tell(role string, q *request, s subject, o Outcome) {
-	if role == witness || o.Allowed && !o.Warn && o.Message == "" && o.Reason != drain.Acknowledged.String() {
+	if role == witness || o.Allowed && !o.Warn && o.Message == "" && o.Reason != drain.Acknowledged.String() &&
+		o.Reason != string(BarrierWaits) {
 		h.Log.Debug("deletion", "operation", q.operation, "namespace", q.namespace, "pod", q.name, "user", q.username,
 			"allowed", o.Allowed, "reason", o.Reason, "role", role)
 		return

@@ -209,6 +209,11 @@ type reviewedPod struct {
 		NodeName                      string
 		HostNetwork                   bool
 		TerminationGracePeriodSeconds *int64
+		// Containers have the preStop hooks.
+		Containers []struct {
+			Name      string
+			Lifecycle *corev1.Lifecycle
+		}
 	}
 	Status struct {
 		Phase      corev1.PodPhase
@@ -220,10 +225,14 @@ type reviewedPod struct {
 // pod returns the pod, with only the fields that were decoded.
 func (r *reviewedPod) pod() *corev1.Pod {
 	r.ManagedFields = nil
+	containers := make([]corev1.Container, len(r.Spec.Containers))
+	for i, c := range r.Spec.Containers {
+		containers[i] = corev1.Container{Name: c.Name, Lifecycle: c.Lifecycle}
+	}
 	return &corev1.Pod{
 		ObjectMeta: r.ObjectMeta,
 		Spec: corev1.PodSpec{NodeName: r.Spec.NodeName, HostNetwork: r.Spec.HostNetwork,
-			TerminationGracePeriodSeconds: r.Spec.TerminationGracePeriodSeconds},
+			TerminationGracePeriodSeconds: r.Spec.TerminationGracePeriodSeconds, Containers: containers},
 		Status: corev1.PodStatus{Phase: r.Status.Phase, Conditions: r.Status.Conditions,
 			PodIPs: r.Status.PodIPs},
 	}

@@ -135,6 +135,7 @@ type ledger struct {
 	queued   map[drain.UID]bool
 	relied   bool
 	refused  int
+	hooks    coordinator.Hooks
 	// requests are those that came with the calls.
 	requests []coordinator.Request
 	// answer is what Drain returns.
@@ -174,6 +175,13 @@ func (l *ledger) note(what string, r coordinator.Request) {
 	}
 	l.calls = append(l.calls, fmt.Sprintf("%s %s %s %s", what, r.Pod, r.Pod.UID, services))
 	l.requests = append(l.requests, r)
+}
+
+func (l *ledger) Hooks(node, workload string) coordinator.Hooks {
+	if node != "node-1" || workload == "" {
+		return coordinator.Hooks{}
+	}
+	return l.hooks
 }
 
 func (l *ledger) Expecting() (int, int) { return l.expected, 0 }

@@ -139,12 +139,31 @@ type Status struct {
 	// zone may be cut off.
 	Away     []Waiting
 	MoreAway int
+	// Kept: a gateway keeps sending to the pod, which is accepted because there is no other
+	// endpoint.
+	Kept bool
 	// Recheck is when Status may change by time alone. Zero: never.
 	Recheck time.Time
 	// Stated is the wait from Since on that a barrier makes for consumers that cannot acknowledge.
 	// Cut: it is beyond the deadline.
 	Stated time.Duration
 	Cut    bool
+}
+
+// AtRemoved returns s as it counts for a deletion whose pod waits for Idle at its barrier: a drain
+// that is Quiescing is Released.
+func (s Status) AtRemoved() Status {
+	if s.Phase != Quiescing {
+		return s
+	}
+	s.Phase, s.Reason = Released, BarrierWaits
+	if s.Kept {
+		s.Reason = LastTarget
+	}
+	if len(s.Lost) > 0 {
+		s.Reason = AgentsLost
+	}
+	return s
 }
 
 // Waits reports whether the drain still waits for gateways.
@@ -518,6 +537,7 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 		return s
 	}
 	least, kept := l.muster(now, d, &s)
+	s.Kept = kept
 	if least != Removed {
 		d.quiescingAt = time.Time{}
 	} else if d.quiescingAt.IsZero() {

@@ -136,13 +136,16 @@ const (
 	// NotEnforced: the pod's mode is observe or off, so its hooks do not wait. Coordinators
 	// set it, not the ledger.
 	NotEnforced
+	// BarrierWaits: every agent that must acknowledge has reported Removed, and the pod's preStop
+	// barrier waits for Idle. See [Status.AtRemoved].
+	BarrierWaits
 )
 
 // String prints the reason as the metrics and messages name it.
 func (r Reason) String() string { return target.Name(r, reasonNames...) }
 
 var reasonNames = []string{"None", "Acknowledged", "IdleBound", "Deadline", "NoAgents", "PodDeleted", "Suspended",
-	"Abandoned", "LastTarget", "AgentsLost", "Uncovered", "NotEnforced"}
+	"Abandoned", "LastTarget", "AgentsLost", "Uncovered", "NotEnforced", "BarrierWaits"}
 
 // Abnormal reports whether operators are warned: the deletion continued without all
 // acknowledgements.
@@ -380,4 +383,6 @@ type Expected struct {
 	Label Label
 	// Pending: its containers have not started yet, so it routes nothing.
 	Pending bool
+	// Node is the node of its pod.
+	Node string
 }

@@ -1045,6 +1045,28 @@ func TestAGatewayThatStillWorksForATargetRemembersIt(t *testing.T) {
 	}
 }
 
+// The hold of a pod has ended at Removed, the pod is terminating, and EndpointSlices have dropped
+// it. Then its barrier asks. Without this, a gateway with requests in flight is Idle because it has
+// no such target.
+func TestAPodThatIsExcludedAgainWhenItIsTerminatingIsBusy(t *testing.T) {
+	w := serving(t, "a b")
+	busy := w.proxy.now[Key{"web", targetOf("a")}]
+	busy.active = 1
+	w.exclude("a", "hold")
+	w.settle()
+	w.states("a:removed")
+	w.MarkTerminating(w.now, "a")
+	w.Readmit("a", "hold")
+	w.list("web", ready("b"))
+	w.settle()
+	w.exclude("a", "barrier")
+	w.settle()
+	w.states("a:removed")
+	busy.active = 0
+	w.settle()
+	w.states("a:idle")
+}
+
 // Servers that people own cannot be deleted: they are Present only while they are routed or busy.
 func TestServersThatOperatorsOwn(t *testing.T) {
 	w := serving(t, "a b")

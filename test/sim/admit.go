@@ -130,8 +130,11 @@ func (c *coord) admit(x *call) {
 	if !x.caller.evict { // an Eviction review has no pod with it
 		old = p.object(p.view())
 	}
-	if x.caller.forced {
+	switch {
+	case x.caller.forced:
 		grace = new(int64)
+	case x.caller.hasty:
+		grace = new(int64(hastyGrace / time.Second))
 	}
 	c.evicts = x.caller.evict
 	x.Call = c.handler.Review(x.ctx, c.now(), x.caller.operation(), p.drainPod(), old, grace, x.timeout)
@@ -280,8 +283,11 @@ func (c *coord) reply(x *call) {
 	switch waited := x.hold != nil && x.Err == nil; {
 	case x.Allowed && waited && !s.Waits():
 		c.expired(s)
-		wd := &word{reason: s.Reason.String(), at: w.at, by: c, life: c.life}
+		wd := &word{reason: s.Reason.String(), at: w.at, by: c, life: c.life, left: x.Request().BarrierWaits}
 		c.checkAllow(p, s, wd, x.services, x.last)
+		if s.Reason == drain.BarrierWaits {
+			c.checkReliance(x)
+		}
 		v.words = []*word{wd}
 	case x.Allowed:
 		v.words = []*word{{reason: x.Reason, at: w.at}}

@@ -50,6 +50,10 @@ type pod struct {
 	host   *agent
 	passed *pass
 	run    int
+	// hooks is what its hooks are worth. allowed is the grace period of its deletion, leftAt when a
+	// replica first left that to its barrier.
+	hooks           hookKind
+	allowed, leftAt time.Duration
 	// halted is why its container does not run, although the pod was not deleted. With failed it
 	// never runs again.
 	halted string
@@ -124,6 +128,8 @@ type word struct {
 	at     time.Duration
 	by     *coord
 	life   int
+	// left: Removed was enough, because the pod's barrier will wait.
+	left bool
 	// agents holds, of each agent that there was, when the reading behind its last word began, or
 	// an excuse.
 	agents map[*agent]backing
@@ -228,6 +234,7 @@ func (a *api) create(services []int) {
 		}
 		if len(nodes) > 0 {
 			p.host = nodes[a.w.rng.IntN(len(nodes))]
+			p.hooks = hookKinds[(a.w.seed+uint64(a.born))%uint64(len(hookKinds))]
 		}
 	}
 	if p.keeps = true; a.w.observes() {
@@ -387,7 +394,8 @@ func (a *api) expected() []drain.Expected {
 			if g.kernel != nil {
 				label = drain.LabelObserved
 			}
-			all = append(all, drain.Expected{ID: g.id, Name: "shop/" + g.name, Ready: g.ready, Label: label})
+			all = append(all, drain.Expected{ID: g.id, Name: "shop/" + g.name, Ready: g.ready, Label: label,
+				Node: g.name})
 		}
 	}
 	return all
@@ -399,13 +407,20 @@ func (a *api) commit(p *pod, words []*word) {
 		return
 	}
 	p.terminating, p.committed, p.words = true, a.w.at, words
+	p.allowed = cmp.Or(p.allowed, p.grace())
 	for _, wd := range words {
 		a.log("%s is terminating: %s", p.uid, wd.reason)
 	}
 	a.podChanged(p)
-	if p.host != nil && p.halted == "" { // what does not run has no hooks
+	switch {
+	case p.host != nil && p.halted == "" && p.hooks == hooksCutOff:
+		run := p.run
+		a.w.after(nil, a.w.between(time.Millisecond, 100*time.Millisecond), func() {
+			a.sigterm(p, run, pass{reason: "CutOff"})
+		})
+	case p.host != nil && p.halted == "" && p.hooks != hooksOfOne: // what does not run has no hooks
 		a.hooks(p)
-	} else {
+	default:
 		a.w.after(nil, a.w.between(time.Millisecond, 30*time.Millisecond), func() { a.stop(p) })
 	}
 	if !p.failed {
@@ -446,10 +461,12 @@ func (a *api) readyOf(service int) (n int) {
 
 // caller is a client that deletes a pod.
 type caller struct {
-	p       *pod
-	evict   bool
-	ctrl    bool
-	forced  bool
+	p      *pod
+	evict  bool
+	ctrl   bool
+	forced bool
+	// hasty: it leaves the pod less time than the application and the Idle bound need.
+	hasty   bool
 	tries   int
 	backoff time.Duration
 	// denials counts, of each replica, the reviews in a row that one life of it has refused for its
@@ -493,6 +510,7 @@ func (a *api) deletion() {
 		c.evict = true
 		a.podChanged(c.p)
 	}
+	c.hasty = (a.w.seed+uint64(len(c.p.uid))+uint64(a.born))%6 == 0
 	c.denials = map[*coord]denials{}
 	a.log("a client deletes %s (evict=%t controller=%t forced=%t)", c.p.uid, c.evict, c.ctrl, c.forced)
 	if a.w.kinds[stubborn] && a.w.chance(500) {
@@ -557,6 +575,9 @@ func (a *api) review(c *caller, limit time.Duration, first bool) {
 			a.again(c, time.Second, false)
 		default:
 			c.p.calls--
+			if c.p.allowed = c.p.grace(); c.hasty && !c.p.terminating {
+				c.p.allowed = min(c.p.allowed, hastyGrace)
+			}
 			a.commit(c.p, ours.words)
 		}
 	}

@@ -18,8 +18,41 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
-// kubeletMost is when the kubelet goes on whatever the hook does.
-const kubeletMost = 40 * time.Second
+// kubeletMost is when the kubelet goes on whatever the hook does. Of that the application has
+// ownGrace. hastyGrace is the grace period of callers that leave less, and shortBound the bound of
+// some pods.
+const (
+	kubeletMost = 40 * time.Second
+	ownGrace    = 10 * time.Second
+	hastyGrace  = 15 * time.Second
+	shortBound  = 5 * time.Second
+)
+
+// hookKind is what the hooks of a pod on a node are worth.
+type hookKind int
+
+const (
+	hooksWait hookKind = iota
+	// hooksOfOne: only one of two containers has the hook. hooksCutOff: nothing answers them, as if
+	// by a NetworkPolicy. hooksShort: their bound is less than the Idle bound.
+	hooksOfOne
+	hooksCutOff
+	hooksShort
+)
+
+// hookKinds are as frequent as they are here.
+var hookKinds = []hookKind{hooksWait, hooksWait, hooksOfOne, hooksWait, hooksWait, hooksCutOff, hooksWait, hooksWait,
+	hooksShort, hooksWait, hooksWait}
+
+// bound is that of the pod's barrier, grace its grace period.
+func (p *pod) bound() time.Duration {
+	if p.hooks == hooksShort {
+		return shortBound
+	}
+	return keys.DefaultBound
+}
+
+func (p *pod) grace() time.Duration { return min(kubeletMost, ownGrace+p.bound()) }
 
 // sampling is that of clusters of a few nodes.
 var sampling = drain.Sampling{AllUpTo: 2, Size: 2, Learn: 5}
@@ -433,7 +466,7 @@ func (a *api) runHooks(p *pod, pause time.Duration) {
 			a.sigterm(p, run, pass{reason: "AgentDown"})
 		}
 	})
-	w.after(nil, pause+kubeletMost, func() { a.sigterm(p, run, pass{reason: "GraceOver"}) })
+	w.after(nil, pause+p.allowed, func() { a.sigterm(p, run, pass{reason: "GraceOver"}) })
 }
 
 // wait is cmd/agent's waits.
@@ -448,7 +481,7 @@ func (a *agent) wait(p *pod, run int) {
 	h := &hook{p: p, a: a, run: run, began: p.committed, seen: a.now().Add(p.committed - w.at),
 		local: a.kernel.Watch(p.targets(), nil),
 		Wait: hooks.NewWait(a.now(), nodepods.Pod{
-			Pod: p.drainPod(), Bound: keys.DefaultBound, Allowed: kubeletMost, Since: epoch.Add(p.committed),
+			Pod: p.drainPod(), Bound: p.bound(), Grace: ownGrace, Allowed: p.allowed, Since: epoch.Add(p.committed),
 			Seen:    a.now().Add(p.committed - w.at),
 			Targets: p.targets(),
 		})}
@@ -591,8 +624,14 @@ func (c *coord) bar(x *barred) {
 		x.answer(false, pass{})
 		return
 	}
+	who := x.a.identity()
+	c.core.MayAsk(who, x.a.mayAsk())
+	if !x.a.mayAsk() {
+		x.answer(false, pass{})
+		return
+	}
 	var err error
-	x.bar, err = c.core.Bar(c.now(), coordinator.Identity{Agent: x.a.id}, x.asked, c.context(x))
+	x.bar, err = c.core.Bar(c.now(), who, x.asked, c.context(x))
 	if errors.As(err, new(coordinator.Terminating)) {
 		// The hook of the deletion is not this one: here the kubelet runs it for itself.
 		w.measure("hooks of pods that stayed whose agent is told that the pod is terminating")
@@ -839,6 +878,12 @@ func (c *coord) checkPass(p *pod, by *agent, s drain.Status, why *pass) {
 	for _, a := range w.agents {
 		if a.kernel == nil {
 			c.checkDirected(p, s, a, by == nil)
+			switch {
+			case slices.ContainsFunc(s.Suspended, func(x drain.Waiting) bool { return x.Agent == a.id }):
+				why.excused[a] = "Suspended"
+			case !c.streaming(a):
+				why.excused[a] = "Away"
+			}
 			continue
 		}
 		connected := slices.ContainsFunc(c.streams, func(st *stream) bool {

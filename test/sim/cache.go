@@ -60,7 +60,11 @@ func (p *pod) object(v podView) *corev1.Pod {
 		Status: corev1.PodStatus{Phase: corev1.PodRunning, Conditions: []corev1.PodCondition{ready},
 			PodIPs: []corev1.PodIP{{IP: p.addr.Addr().String()}}},
 	}
-	object.OwnerReferences = []metav1.OwnerReference{{Kind: "ReplicaSet", UID: types.UID(fmt.Sprint(p.services)),
+	owner := fmt.Sprint(p.services)
+	if p.hooks == hooksCutOff {
+		owner += " cut off"
+	}
+	object.OwnerReferences = []metav1.OwnerReference{{Kind: "ReplicaSet", Name: owner, UID: types.UID(owner),
 		Controller: new(true)}}
 	for _, i := range p.services {
 		metav1.SetMetaDataLabel(&object.ObjectMeta, service(i).Name, "true")
@@ -84,14 +88,28 @@ func (p *pod) object(v podView) *corev1.Pod {
 	}
 	if p.host != nil {
 		object.Spec.NodeName = p.host.name
+		p.bar(object)
 	}
 	if v.terminating {
-		grace := int64(kubeletMost / time.Second)
-		at := stamp(v.committed+kubeletMost, 0)
+		grace := int64(p.allowed / time.Second)
+		at := stamp(v.committed+p.allowed, 0)
 		object.DeletionTimestamp, object.DeletionGracePeriodSeconds = &at, &grace
 	}
 	p.shown, p.shownOf = object, v
 	return object
+}
+
+// bar gives the object of a pod its barrier.
+func (p *pod) bar(object *corev1.Pod) {
+	id := object.Namespace + "." + object.Name
+	object.Annotations = map[string]string{keys.BarrierID: id, keys.BarrierBound: p.bound().String(),
+		keys.BarrierGrace: fmt.Sprint(int(ownGrace / time.Second))}
+	object.Spec.TerminationGracePeriodSeconds = new(int64(p.grace() / time.Second))
+	object.Spec.Containers = []corev1.Container{{Lifecycle: &corev1.Lifecycle{PreStop: &corev1.LifecycleHandler{
+		HTTPGet: &corev1.HTTPGetAction{Path: keys.WaitPath + id}}}}}
+	if p.hooks == hooksOfOne {
+		object.Spec.Containers = append(object.Spec.Containers, corev1.Container{})
+	}
 }
 
 // Get implements [client.Reader]. The pod of an agent has its name, any other pod its UID.

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"math"
 	"slices"
 	"strconv"
@@ -8,6 +9,7 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/agent/client"
+	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
@@ -73,6 +75,9 @@ const (
 	// checkStated: a pod is let stop before the wait is over that one of its Services states, or
 	// that is made for the nodes that are not asked.
 	checkStated = "stated"
+	// checkReliance: a hold ends at Removed although what the replica knows shows that the pod's
+	// barrier will not wait.
+	checkReliance = "reliance"
 	// checkMode: something waits for a pod that was in mode observe all its life, or excludes it.
 	checkMode = "mode"
 	// checkBack: a pod whose container was stopped, and which is ready again, is not routed again.
@@ -88,7 +93,7 @@ const (
 // The others only look at what everybody can see: answers, gateways, requests, and what is left in
 // the end.
 var inside = []string{checkBacking, checkHoldersName, checkClockName, checkEarly, checkDeadName, checkExcludedName,
-	checkBound, checkQueuedName, checkSuspended}
+	checkBound, checkQueuedName, checkSuspended, checkReliance}
 
 // spentMost is how long before an allow the reading behind an acknowledgement may have begun: the
 // freshness bound, and the longest that a report may be under way.
@@ -108,14 +113,17 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 	least := drain.Idle
 	switch s.Reason {
 	case drain.Acknowledged, drain.AgentsLost, drain.LastTarget:
-	case drain.IdleBound:
+	case drain.IdleBound, drain.BarrierWaits:
 		least = drain.Removed
 	case drain.NoAgents, drain.Suspended:
 	default:
 		return
 	}
-	if s.Reason == drain.Acknowledged {
+	if s.Reason == drain.Acknowledged || s.Reason == drain.BarrierWaits {
 		last = nil
+	}
+	if wd.left && s.Reason != drain.Acknowledged {
+		least = drain.Removed
 	}
 	if p.terminating {
 		return
@@ -261,7 +269,7 @@ func (w *world) lost(g *gw, p *pod, how string) {
 func (w *world) excuseOf(g *gw, p *pod, wd *word, how string) (why string, vouches bool) {
 	a := g.a
 	if wd.by == nil || !slices.Contains([]string{drain.Acknowledged.String(), drain.IdleBound.String(),
-		drain.AgentsLost.String()}, wd.reason) {
+		drain.AgentsLost.String(), drain.BarrierWaits.String()}, wd.reason) {
 		return "allowed by " + wd.reason, false
 	}
 	b, known := wd.agents[a]
@@ -271,6 +279,8 @@ func (w *world) excuseOf(g *gw, p *pod, wd *word, how string) (why string, vouch
 		return "IdleBound", true
 	case b.excuse != "":
 		return b.excuse, true
+	case how == "in flight" && wd.left && wd.reason != drain.Acknowledged.String():
+		return p.passedBy(a, w.times.IdleBound), true
 	case g.forgot >= 0 && g.forgot >= b.readAt:
 		return "gateway reloaded since", true
 	case !known && a.unlearned:
@@ -282,6 +292,50 @@ func (w *world) excuseOf(g *gw, p *pod, wd *word, how string) (why string, vouch
 		return "the agent started with an old list", true
 	}
 	return "", true
+}
+
+// passedBy says why the barrier of a pod, to which its deletion was left, did not wait for a
+// request through the gateway of a. Empty: it should have. The barrier has to wait for as long as
+// the hold would have, which is less if another replica has denied the deletion for some of that
+// time.
+func (p *pod) passedBy(a *agent, idle time.Duration) string {
+	switch why := p.passed; {
+	case why == nil:
+		return ""
+	case max(why.at-p.committed, why.at-p.leftAt) >= idle:
+		return "IdleBound"
+	case slices.Contains([]string{"AgentDown", "Local", "Stopping"}, why.reason):
+		return "the barrier did not wait: " + why.reason
+	default:
+		return why.excused[a]
+	}
+}
+
+// checkReliance looks at a deletion that this replica leaves to the pod's barrier.
+func (c *coord) checkReliance(x *call) {
+	w, p := c.w, x.caller.p
+	w.measure("deletions that were left to the barrier")
+	p.leftAt = cmp.Or(p.leftAt, w.at)
+	why := ""
+	switch {
+	case p.host == nil || p.hooks == hooksOfOne:
+		why = "not every container has the hook"
+	case p.hooks == hooksShort:
+		why = "its bound is too short"
+	case p.hooks == hooksCutOff:
+		why = "no hook of its workload has ever asked"
+	case x.caller.hasty:
+		why = "the grace period is too short"
+	case p.observed():
+		why = "its mode is observe"
+	case !p.host.mayAsk():
+		why = "the agent of its node may not ask"
+	case !c.streaming(p.host) && w.at-c.lost[p.host.id] > admission.LookAround:
+		why = "the agent of its node is not connected"
+	default:
+		return
+	}
+	w.fail(checkReliance, "%s leaves the deletion of %s to its barrier, and %s", c.name, p.uid, why)
 }
 
 // checkTruth: what the set says after a reading is what the gateway does.

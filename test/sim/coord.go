@@ -370,7 +370,7 @@ func (c *coord) rosterSeen(all []drain.Expected) {
 	for _, e := range all {
 		c.meet(e.ID)
 	}
-	c.ledger.Expect(c.now(), all)
+	c.core.Expect(c.now(), all)
 	c.settle()
 }
 
@@ -430,6 +430,8 @@ func (c *coord) CouldRoute(services []drain.Service) bool {
 	return c.ledger.Asks(drain.AtHold, services)
 }
 
+func (c *coord) Hooks(node, workload string) coordinator.Hooks { return c.core.Hooks(node, workload) }
+
 func (c *coord) Pod(uid drain.UID) drain.Standing { return c.ledger.Pod(uid) }
 
 // service returns the i-th Service. The third one is in a namespace of its own.
@@ -488,7 +490,7 @@ func (c *coord) connect(l *link, k *conn, boot string) {
 	offer := wire.NewOffer(boot)
 	s := &stream{conn: k, link: l, began: w.at}
 	var err error
-	who := coordinator.Identity{Agent: a.id, Name: a.name, Everywhere: a.right == ""}
+	who := a.identity()
 	if s.Session, err = c.core.Connect(c.now(), who, offer, func() { c.wakeStream(s) }); err != nil {
 		w.cut(&c.proc, &a.proc, k, 1, false, func() { l.lost(k) })
 		return
@@ -507,6 +509,14 @@ func (c *coord) connect(l *link, k *conn, boot string) {
 	c.say(s, nil)
 	c.beat(s)
 }
+
+// identity is who an agent is. Each has a service account of its own.
+func (a *agent) identity() coordinator.Identity {
+	return coordinator.Identity{Agent: a.id, Name: a.name, Username: a.name, Everywhere: a.right == ""}
+}
+
+// mayAsk reports whether the agent has the right to ask for barriers: all have, in most worlds.
+func (a *agent) mayAsk() bool { return a.w.seed%9 != 0 || a.node%2 == 0 }
 
 func (c *coord) beat(s *stream) {
 	c.w.after(&c.proc, c.w.times.Heartbeat, func() {

@@ -37,7 +37,7 @@ func (a *api) restart(p *pod, evicted bool) {
 	a.log("%s: %s", p.uid, why)
 	then := func() { a.halt(p, why, evicted) }
 	w.after(nil, w.between(time.Millisecond, 100*time.Millisecond), func() {
-		if g := p.host; g != nil && g.up && g.listed {
+		if g := p.host; g != nil && g.up && g.listed && p.hooks != hooksCutOff {
 			g.waitRestart(p, then)
 		} else {
 			then()

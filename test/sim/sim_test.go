@@ -145,7 +145,8 @@ func TestSeeds(t *testing.T) {
 	got := sweep(sequence(1, 100), false, false, func(w *world) {
 		t.Errorf("seed %d: %s: %s", w.seed, w.check, w.violation)
 	})
-	if got.seeds != 100 || got.faults == 0 || got.allowed["Acknowledged"] == 0 {
+	if got.seeds != 100 || got.faults == 0 || got.allowed["Acknowledged"] == 0 ||
+		got.allowed["BarrierWaits"] == 0 {
 		t.Errorf("the worlds are empty: %+v", got)
 	}
 }
@@ -168,7 +169,7 @@ func TestCalmWorldsLoseNothing(t *testing.T) {
 			switch strings.TrimPrefix(reason, "lost: allowed by ") {
 			case "Forced", "LastTarget", "DisruptionTarget", "Deadline", "NoAgents", "UnknownPod", "NotListed",
 				"Observed":
-			case "lost: IdleBound", "lost: LastTarget":
+			case "lost: IdleBound", "lost: LastTarget", "lost in a kernel: CutOff":
 			case "lost in a kernel: no barrier", "lost in a kernel: NotEnforced", "lost in a kernel: Deadline",
 				"lost in a kernel: IdleBound", "lost in a kernel: LastTarget", "lost in a kernel: LastTarget since",
 				"routed by a kernel: LastTarget",

@@ -11,8 +11,6 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
-	"strconv"
-	"strings"
 	"sync"
 	"time"
 
@@ -30,9 +28,6 @@ import (
 	"github.com/lameduck-io/lameduck/internal/watch"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
-
-// MaxBound is the longest bound that a pod may have.
-const MaxBound = 10 * time.Minute
 
 // Pod is a pod of this node that has a barrier, with what the barrier needs.
 type Pod struct {
@@ -59,20 +54,13 @@ func (p Pod) Deadline() time.Time {
 
 // Read reads the barrier of a pod. ok is false if it has none.
 func Read(p *corev1.Pod) (n Pod, ok bool) {
+	b, ok := podfacts.BarrierOf(p)
 	n = Pod{
 		Pod: drain.Pod{Namespace: p.Namespace, Name: p.Name, UID: drain.UID(p.UID)},
-		ID:  p.Annotations[keys.BarrierID], Bound: keys.DefaultBound,
+		ID:  b.ID, Bound: b.Bound, Grace: b.Grace,
 	}
-	// Who can read a pod can copy its id, into another namespace too. An id without a dot names no
-	// namespace.
-	if of, _, names := strings.Cut(n.ID, "."); n.ID == "" || names && of != p.Namespace {
+	if !ok {
 		return n, false
-	}
-	if d, err := time.ParseDuration(p.Annotations[keys.BarrierBound]); err == nil && d >= 0 {
-		n.Bound = min(d, MaxBound)
-	}
-	if s, err := strconv.Atoi(p.Annotations[keys.BarrierGrace]); err == nil && s >= 0 {
-		n.Grace = time.Duration(s) * time.Second
 	}
 	if p.DeletionTimestamp != nil {
 		n.Allowed = n.Bound + n.Grace

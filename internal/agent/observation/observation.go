@@ -14,7 +14,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"github.com/lameduck-io/lameduck/internal/agent/nodepods"
+	"github.com/lameduck-io/lameduck/internal/podfacts"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
@@ -262,7 +262,7 @@ func (o *Pods) expire(now time.Time) {
 	for uid, of := range o.pods {
 		old := true
 		for _, deadline := range of.holders {
-			old = old && now.Sub(deadline) > 2*nodepods.MaxBound
+			old = old && now.Sub(deadline) > 2*podfacts.MaxBound
 		}
 		if old {
 			of.watch.Close()

@@ -60,5 +60,8 @@ type Replica struct {
 	// Expected is how many agents it expects, Missing how many of these have no stream to it.
 	Expected int `json:"expected"`
 	Missing  int `json:"missing"`
+	// Hooks are the pods whose hooks have asked this replica lately, with hashes of their
+	// workloads.
+	Hooks map[drain.UID]string `json:"hooks,omitempty"`
 	drain.Shared
 }
