@@ -36,7 +36,7 @@
 // A drain has one clock. It starts at the earliest start of a drain of the UID that this replica or
 // another one knows ([Place], [Ledger.Polled]). Asking again, or the restart of one of several
 // replicas, does not restart it. Abandonment stops it: the next drain of the UID continues from
-// there and gets at least one hold.
+// there, and gets at least most of a hold.
 //
 // # Usage
 //

@@ -314,13 +314,24 @@ func (l *Ledger) NotTerminating(now time.Time, uid UID) bool {
 	if d == nil || !d.open || !l.mayBeAbandoned(now, d) {
 		return false
 	}
+	l.abandon(now, d)
+	return true
+}
+
+// abandon closes d because its deletion was given up. The pod's next drain continues its clock,
+// which has counted for as long as agents were told to exclude the pod. If they never were, it has
+// counted for as long as callers waited, so that one that is queued each time gets there too.
+func (l *Ledger) abandon(now time.Time, d *drain) {
 	l.expire(now, d)
 	l.livesOn(now, d)
-	if d.stopped.IsZero() {
-		d.spent = d.lastAnswer.Sub(d.since)
+	switch before := d.begun.Sub(d.since); {
+	case !d.stopped.IsZero():
+	case d.queued:
+		d.spent = before + d.lastAnswer.Sub(d.begun)
+	default:
+		d.spent = before + now.Sub(later(d.toldAt, d.begun))
 	}
 	l.close(now, d, Abandoned)
-	return true
 }
 
 // livesOn records that the pod was not deleted although a call was allowed.
@@ -501,7 +512,8 @@ func (l *Ledger) deadline(d *drain) time.Time {
 	if d.gate == AtBarrier {
 		return d.since.Add(d.barrier.bound)
 	}
-	return later(d.since.Add(l.times.Deadline), d.begun.Add(l.times.Hold))
+	// Less than a hold, so that the call that opened it is answered by its end.
+	return later(d.since.Add(l.times.Deadline), d.begun.Add(l.times.Hold*3/4))
 }
 
 // status derives the status from what is known at now, after recording what the deadline means for
