@@ -710,7 +710,7 @@ func TestAQueuedDrainIsHeldAndTakesItsTurn(t *testing.T) {
 		n := newNetwork(t)
 		r := n.replica("replica-0", "a")
 		one := n.agent("one", []drain.Service{web}, "replica-0")
-		targets := []drain.Targets{{Service: web, Usable: []drain.UID{"uid-a", "uid-b"}}}
+		targets := []drain.Targets{{Service: web, Usable: []drain.UID{"uid-a", "uid-b", "uid-c"}}}
 		r.Unroute(Request{Pod: pod("a"), Targets: targets})
 		synctest.Wait()
 		held := make(chan answer, 1)

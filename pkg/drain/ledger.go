@@ -203,7 +203,7 @@ func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Sta
 		d.since = since
 		l.touch(d)
 	}
-	l.admit(now)
+	l.admit(now, d)
 	return l.status(now, d)
 }
 
@@ -376,7 +376,7 @@ func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 	}
 	d.blocked, d.queued = 0, false
 	delete(l.queued, d)
-	l.admit(now)
+	l.admit(now, nil)
 }
 
 // Tick records the strikes of drains that have reached their deadline, ends suspensions that are
@@ -392,7 +392,7 @@ func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 		}
 	}
 	l.readmit(now)
-	l.admit(now)
+	l.admit(now, nil)
 	var over []*drain
 	l.each(func(d *drain) {
 		if d.open && !d.expired && !now.Before(l.deadline(d)) {

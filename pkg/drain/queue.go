@@ -73,8 +73,10 @@ type Place struct {
 	Stopped time.Time
 }
 
-// admit unqueues the drains for which there is capacity, the oldest first.
-func (l *Ledger) admit(now time.Time) {
+// admit unqueues the drains for which there is capacity, the oldest first. Other pods may have been
+// deleted since a drain was queued. If that has made its pod the last target, it stays queued, and
+// so routed, until a call asks for it: asked, if not nil, is the drain that is asked for now.
+func (l *Ledger) admit(now time.Time, asked *drain) {
 	if len(l.queued) == 0 {
 		return
 	}
@@ -98,7 +100,7 @@ func (l *Ledger) admit(now time.Time) {
 		}
 		// What another replica has unrouted has taken its capacity already.
 		if _, taken := l.elsewhere[d.pod.UID]; !taken {
-			if full && d.place != Granted {
+			if d.place != Granted && (full || d != asked && l.isLast(d)) {
 				continue
 			}
 			for s := range room {
@@ -117,6 +119,27 @@ func (l *Ledger) admit(now time.Time) {
 func (l *Ledger) needsRoom(d *drain, s Service) bool {
 	_, usable := slices.BinarySearch(l.usable[s], d.pod.UID)
 	return usable
+}
+
+// isLast reports whether the pod of d is known to be the only target that is left of each of its
+// Services that an agent routes.
+func (l *Ledger) isLast(d *drain) (last bool) {
+	for s := range d.services {
+		if !l.Asks(AtHold, []Service{s}) {
+			continue
+		}
+		others := slices.ContainsFunc(l.usable[s], func(uid UID) bool { return uid != d.pod.UID && !l.isDeleted(uid) })
+		if last = l.needsRoom(d, s) && !others; !last {
+			return false
+		}
+	}
+	return last
+}
+
+// isDeleted reports whether a pod is known to be terminating or deleted.
+func (l *Ledger) isDeleted(uid UID) bool {
+	d := l.at(AtHold, uid)
+	return d != nil && !d.open && d.reason == PodDeleted
 }
 
 // Shared is what one replica sends to the others.
@@ -146,7 +169,7 @@ func (l *Ledger) Polled(now time.Time, others []Shared, adopt bool) {
 			}
 		}
 	}
-	l.admit(now)
+	l.admit(now, nil)
 	for _, of := range others {
 		for _, c := range of.Drains {
 			if !adopt {
@@ -176,9 +199,8 @@ func (l *Ledger) unrouted(uid UID) bool {
 func (l *Ledger) room(s Service) int {
 	alive, taken := 0, 0
 	for _, uid := range l.usable[s] {
-		d := l.at(AtHold, uid)
 		switch {
-		case d != nil && !d.open && d.reason == PodDeleted:
+		case l.isDeleted(uid):
 			// The cache that has it as usable is stale.
 			continue
 		case l.unrouted(uid):

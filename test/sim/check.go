@@ -75,6 +75,8 @@ const (
 	checkStated = "stated"
 	// checkMode: something waits for a pod that was in mode observe all its life, or excludes it.
 	checkMode = "mode"
+	// checkLastName: the last target of its Services leaves the queue although no call asks for it.
+	checkLastName = "last"
 	// checkBack: a pod whose container was stopped, and which is ready again, is not routed again.
 	checkBack = "back"
 	// checkOpen, checkExclusion and checkRoutes: after quiet, a drain is open, a living pod has an
@@ -88,7 +90,7 @@ const (
 // The others only look at what everybody can see: answers, gateways, requests, and what is left in
 // the end.
 var inside = []string{checkBacking, checkHoldersName, checkClockName, checkEarly, checkDeadName, checkExcludedName,
-	checkBound, checkQueuedName, checkSuspended}
+	checkBound, checkQueuedName, checkSuspended, checkLastName}
 
 // spentMost is how long before an allow the reading behind an acknowledgement may have begun: the
 // freshness bound, and the longest that a report may be under way.
@@ -675,6 +677,9 @@ func (c *coord) checkRoom() {
 		d.told, d.toldAt, d.ordered = true, w.at, d.askedAt > w.parted+agreed
 		d.exempt = d.place == drain.Granted || c.taken(uid)
 		w.measure("drains that agents were told of")
+		if !d.exempt && d.askedAt != w.at && c.isLast(uid, d) {
+			w.fail(checkLastName, "%s unroutes %s, which no call asks for and which is the last target", c.name, uid)
+		}
 		if d.place == drain.Deferred {
 			w.fail(checkOrder, "%s unroutes %s, which has to wait at the opener", c.name, uid)
 		}
@@ -693,6 +698,19 @@ func (c *coord) checkRoom() {
 			}
 		}
 	}
+}
+
+// isLast reports whether a pod is the only target left of all its Services that an agent routes, as
+// this replica knows them.
+func (c *coord) isLast(uid drain.UID, d *admitted) (last bool) {
+	for s := range d.services {
+		if usable := c.targets[s]; c.CouldRoute([]drain.Service{s}) {
+			if last = slices.Contains(usable, uid) && c.alive(usable) == 1; !last {
+				return false
+			}
+		}
+	}
+	return last
 }
 
 // unrouted counts the usable targets that this replica unroutes and, if all is set, those that
@@ -810,7 +828,7 @@ func (c *coord) checkQueued() {
 			usable := c.targets[s]
 			room = room && (!slices.Contains(usable, uid) || c.unrouted(usable, true) < max(1, c.alive(usable)/2))
 		}
-		if room || c.taken(uid) {
+		if room && !c.isLast(uid, d) || c.taken(uid) {
 			w.fail(checkQueuedName, "%s keeps the drain of %s queued, and there is room", c.name, uid)
 		}
 	}
