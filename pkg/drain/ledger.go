@@ -64,9 +64,13 @@ type drain struct {
 
 // calls are the API server's admission calls about a pod.
 type calls struct {
-	// inFlight counts those that are being held; lastAnswer is when the last one was answered.
+	// inFlight counts those that are being held; lastAnswer is when the last one was answered, or
+	// another replica last asked for one.
 	inFlight   int
 	lastAnswer time.Time
+	// denied: this replica has denied one. unsure: an answer was late, or the drain is adopted, so
+	// that another one may have passed. brokenOff: the caller of the last one broke it off.
+	denied, unsure, brokenOff bool
 	// allowedAt is when a call was allowed first since the drain was opened, or since the pod was
 	// found to live on nevertheless. refused is when that was found, see Standing.Refused.
 	allowedAt time.Time
@@ -101,8 +105,13 @@ func NewLedger(times Times, scope Scope, sampling Sampling) *Ledger {
 	}
 }
 
-// maxAway bounds the agents that are named as away.
-const maxAway = 20
+const (
+	// maxAway bounds the agents that are named as away.
+	maxAway = 20
+	// brokenOffAfter is how long after a call was broken off another one is expected: controllers
+	// and client-go retry sooner.
+	brokenOffAfter = 10 * time.Second
+)
 
 // Waiting is an agent that a drain waits for, and its last report.
 type Waiting struct {
@@ -171,6 +180,9 @@ func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Sta
 		}
 	}
 	l.serve(d, services)
+	if !place.Restart {
+		d.lastAnswer, d.brokenOff = now, false
+	}
 	// What was allowed has been carried out by then, or refused: by something else, because another
 	// replica denies until its deadline at most.
 	if d.open && now.Sub(d.allowedAt) > max(RequestLimit, l.times.Deadline+l.times.Hold) {
@@ -261,6 +273,7 @@ func (l *Ledger) begin(now time.Time, d *drain, since time.Time) {
 	l.enlist(d)
 	d.open, d.reason, d.begun, d.lastAnswer, d.former = true, ReasonNone, now, now, nil
 	d.quiescingAt, d.allowedAt, d.expired = time.Time{}, time.Time{}, false
+	d.denied, d.unsure, d.brokenOff = false, false, false
 	d.upTo, d.reached = nil, [2]bits{}
 	d.since = since
 	l.numbers++
@@ -277,10 +290,22 @@ func (l *Ledger) Hold(uid UID) (answered func(now time.Time, allowed bool)) {
 	d.inFlight++
 	return func(now time.Time, allowed bool) {
 		d.inFlight--
-		d.lastAnswer = now
-		if allowed && d.allowedAt.IsZero() {
+		d.lastAnswer, d.brokenOff = now, false
+		switch {
+		case !allowed:
+			d.denied = true
+		case d.allowedAt.IsZero():
 			d.allowedAt = now
 		}
+	}
+}
+
+// Unanswered records that the API server did not read the answer to the last call about uid. If the
+// call was brokenOff, the API server would still have waited, so its caller has given up. Otherwise
+// the API server may have continued without the answer, and deletes the pod.
+func (l *Ledger) Unanswered(uid UID, brokenOff bool) {
+	if d := l.at(AtHold, uid); d != nil {
+		d.unsure, d.brokenOff = d.unsure || !brokenOff, brokenOff
 	}
 }
 
@@ -344,8 +369,20 @@ func (l *Ledger) livesOn(now time.Time, d *drain) {
 	d.refused = append(d.refused, now)
 }
 
+// mayBeAbandoned reports whether no call has asked for d for so long that its pod is to be read.
 func (l *Ledger) mayBeAbandoned(now time.Time, d *drain) bool {
-	return d.inFlight == 0 && now.Sub(d.lastAnswer) >= l.times.Abandon
+	after := l.times.Abandon
+	if d.brokenOff && d.allowedAt.IsZero() {
+		after = min(after, brokenOffAfter)
+	}
+	return d.inFlight == 0 && now.Sub(d.lastAnswer) >= after
+}
+
+// mayBeDeleted reports whether a deletion of the pod of d may have passed. It has not if this
+// replica denied every call, because one denial is enough. If it passed by what another replica
+// answered, that one still excludes the pod. A container that is stopped is no deletion.
+func (d *drain) mayBeDeleted() bool {
+	return !d.allowedAt.IsZero() || d.stopped.IsZero() && (!d.denied || d.unsure)
 }
 
 // close ends a drain. The reports about it must not count for the next one of this UID: an agent
@@ -383,8 +420,10 @@ func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 // older than Times.Memory, and unqueues drains. It forgets closed drains after Times.Memory, and
 // agents that are neither listed nor connected after Times.Away. It returns the pods whose drains
 // no call has asked for lately: read each of them live and call [Ledger.GatePassed] or
-// [Ledger.NotTerminating]. overdue are the pods of barriers that are open beyond their deadline:
-// they may not exist any more.
+// [Ledger.NotTerminating]. A drain that can only have been refused is abandoned without a read when
+// the last request would be over, so that an API server that does not answer keeps no such pod out
+// of traffic. overdue are the pods of barriers that are open beyond their deadline: they may not
+// exist any more.
 func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 	for _, a := range l.agents {
 		if !a.listed && a.session == 0 && now.Sub(a.lostAt) >= l.times.Away {
@@ -419,7 +458,11 @@ func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 				overdue = append(overdue, d.pod)
 			}
 		case d.open && l.mayBeAbandoned(now, d):
-			look = append(look, d.pod)
+			if !d.mayBeDeleted() && now.Sub(d.lastAnswer) >= l.times.Abandon+RequestLimit {
+				forgotten = append(forgotten, d)
+			} else {
+				look = append(look, d.pod)
+			}
 		case !d.open && now.Sub(d.closedAt) >= l.times.Memory:
 			l.log.Remove(d.element)
 			d.of.drains[d.gate] = nil
@@ -430,7 +473,7 @@ func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 	})
 	slices.SortFunc(forgotten, func(a, b *drain) int { return cmp.Compare(a.pod.UID, b.pod.UID) })
 	for _, d := range forgotten {
-		l.close(now, d, Abandoned)
+		l.abandon(now, d)
 	}
 	for _, pods := range [][]Pod{look, overdue} {
 		slices.SortFunc(pods, func(a, b Pod) int { return cmp.Compare(a.UID, b.UID) })

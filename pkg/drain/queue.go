@@ -184,6 +184,7 @@ func (l *Ledger) Polled(now time.Time, others []Shared, adopt bool) {
 				targets[i].Service = s
 			}
 			l.Ask(now, c.Pod, targets, place)
+			l.Unanswered(c.Pod.UID, false) // an earlier life of this replica may have allowed it
 		}
 	}
 }

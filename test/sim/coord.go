@@ -248,6 +248,13 @@ func (c *coord) stop(down time.Duration) {
 func (c *coord) tick() {
 	c.w.after(&c.proc, coordinator.Tick, func() {
 		pods, overdue := c.core.Tick(c.now())
+		for _, uid := range sorted(c.begun) {
+			if !c.ledger.Pod(uid).Draining {
+				c.log("%s was only refused, and no client asks for it: abandoned", uid)
+				c.w.measure("drains that were abandoned without a read")
+				c.closed(uid)
+			}
+		}
 		c.settle()
 		c.checkQueued()
 		if !c.looking { // an API server that does not answer keeps the ledger from nothing
