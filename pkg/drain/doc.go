@@ -21,7 +21,7 @@
 //
 // A drain at the hold ends when the replica learns that the pod is terminating
 // ([Ledger.GatePassed]), or that its deletion was given up ([Ledger.NotTerminating], after a live
-// read of the pod that [Ledger.Tick] asked for). If this replica denied every
+// read of the pod that [Ledger.Tick] asked for; [Ledger.Decided]). If this replica denied every
 // call, [Ledger.Tick] ends it without a read in the end. A drain for the restart of a container
 // also ends when the pod is ready again ([Ledger.ReadyAgain]). A drain at the barrier ends when the
 // pod is deleted, by [Ledger.EndBarrier] where hooks do not wait, or Times.Memory after its

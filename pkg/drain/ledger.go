@@ -71,6 +71,8 @@ type calls struct {
 	// denied: this replica has denied one. unsure: an answer was late, or the drain is adopted, so
 	// that another one may have passed. brokenOff: the caller of the last one broke it off.
 	denied, unsure, brokenOff bool
+	// deleted: a call was no eviction.
+	deleted bool
 	// allowedAt is when a call was allowed first since the drain was opened, or since the pod was
 	// found to live on nevertheless. refused is when that was found, see Standing.Refused.
 	allowedAt time.Time
@@ -208,7 +210,7 @@ func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Sta
 		d.queued = true
 		l.queued[d] = struct{}{}
 	}
-	d.place = place.Is
+	d.place, d.deleted = place.Is, d.deleted || !place.Restart && !place.Evicted
 	// Never earlier by more than the deadline: if the clock of the other replica is wrong, this
 	// drain may end early, but not the next ones.
 	if since := later(now.Add(-place.Elapsed), d.begun.Add(-l.length(d))); since.Before(d.since) {
@@ -273,7 +275,7 @@ func (l *Ledger) begin(now time.Time, d *drain, since time.Time) {
 	l.enlist(d)
 	d.open, d.reason, d.begun, d.lastAnswer, d.former = true, ReasonNone, now, now, nil
 	d.quiescingAt, d.allowedAt, d.expired = time.Time{}, time.Time{}, false
-	d.denied, d.unsure, d.brokenOff = false, false, false
+	d.denied, d.unsure, d.brokenOff, d.deleted = false, false, false, false
 	d.upTo, d.reached = nil, [2]bits{}
 	d.since = since
 	l.numbers++
@@ -306,6 +308,20 @@ func (l *Ledger) Hold(uid UID) (answered func(now time.Time, allowed bool)) {
 func (l *Ledger) Unanswered(uid UID, brokenOff bool) {
 	if d := l.at(AtHold, uid); d != nil {
 		d.unsure, d.brokenOff = d.unsure || !brokenOff, brokenOff
+	}
+}
+
+// Decided records that a call about uid was answered whatever its drain is: it was allowed, or a
+// budget forbids the eviction. That ends the drain immediately if only evictions have asked for it,
+// none waits, and none can have passed: otherwise the pod would be out of traffic without a reason.
+func (l *Ledger) Decided(now time.Time, uid UID, allowed bool) {
+	d := l.at(AtHold, uid)
+	switch {
+	case d == nil || !d.open:
+	case allowed:
+		l.Hold(uid)(now, true)
+	case d.inFlight == 0 && d.stopped.IsZero() && !d.deleted && !d.mayBeDeleted():
+		l.abandon(now, d)
 	}
 }
 

@@ -513,6 +513,56 @@ func TestQueuedCallersThatComeBackLaterContinue(t *testing.T) {
 	}
 }
 
+// A budget that forbids an eviction ends the drain that earlier evictions have opened, unless
+// another call may still delete the pod.
+func TestABudgetGivesThePodBack(t *testing.T) {
+	p := pod("a")
+	for name, c := range map[string]struct {
+		before func(w *world)
+		want   string
+	}{
+		"denied": {func(w *world) { w.Hold(p.UID)(w.now, false) }, "Closed Abandoned"},
+		"held":   {func(w *world) { w.Hold(p.UID) }, "Unrouting one:unknown"},
+		"allowed before": {func(w *world) {
+			w.Hold(p.UID)(w.now, true)
+			w.Hold(p.UID)(w.now, false)
+		}, "Unrouting one:unknown"},
+		"allowed for another reason": {func(w *world) {
+			w.Hold(p.UID)(w.now, false)
+			w.Decided(w.now, p.UID, true)
+		}, "Unrouting one:unknown"},
+		"also deleted": {func(w *world) {
+			w.ask(p, web)
+			w.Hold(p.UID)(w.now, false)
+		}, "Unrouting one:unknown"},
+		"not asked here": {func(*world) {}, "Unrouting one:unknown"},
+		"answered late": {func(w *world) {
+			w.Hold(p.UID)(w.now, false)
+			w.Unanswered(p.UID, false)
+		}, "Unrouting one:unknown"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			w.join("one", web)
+			w.Ask(w.now, p, targetsOf(web), Place{Evicted: true})
+			w.pass(5 * time.Second)
+			c.before(w)
+			w.Decided(w.now, p.UID, false)
+			w.want(p, c.want)
+			if got := w.Pod(p.UID).Spent; c.want == "Closed Abandoned" && got != 5*time.Second {
+				t.Errorf("%s are spent, want 5s", got)
+			}
+		})
+	}
+	t.Run("container stopped", func(t *testing.T) {
+		w := newWorld(t)
+		w.join("one", web)
+		w.Ask(w.now, p, targetsOf(web), Place{Restart: true, Stopped: w.now})
+		w.Decided(w.now, p.UID, false)
+		w.want(p, "Unrouting one:unknown")
+	})
+}
+
 func TestRefusedCountsWhatWasAllowedInVain(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")

@@ -71,6 +71,8 @@ type Place struct {
 	// Of several the latest counts, because a request about an earlier one may come late. If the
 	// clock was set back in between, the pod is excluded until the drain is abandoned.
 	Stopped time.Time
+	// Evicted: the pod is evicted, so that its PodDisruptionBudget may still refuse.
+	Evicted bool
 }
 
 // admit unqueues the drains for which there is capacity, the oldest first. Other pods may have been
@@ -250,6 +252,8 @@ type Standing struct {
 	// it is for the restart of a container, whose age a deletion does not inherit.
 	Draining bool
 	Since    time.Time
+	// Spent is the time that its abandoned drains have used.
+	Spent time.Duration
 	// Queued reports whether that drain waits for capacity, so that the pod is still routed.
 	Queued bool
 	// Terminating reports whether the pod is being drained, here or by another replica, or
@@ -272,7 +276,7 @@ func (l *Ledger) Pod(uid UID) (s Standing) {
 		s.Terminating = s.Terminating || d != nil && (d.open || d.reason == PodDeleted)
 	}
 	if d := of.drains[AtHold]; d != nil {
-		s.Refused = slices.Clone(d.refused)
+		s.Refused, s.Spent = slices.Clone(d.refused), d.spent
 		if d.open {
 			s.Draining, s.Queued = true, d.queued
 			if d.stopped.IsZero() {
