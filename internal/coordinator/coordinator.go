@@ -275,7 +275,9 @@ func (c *Coordinator) Drain(
 	if err := ctx.Err(); err != nil {
 		// The caller has gone while this waited for the lock. A release then is not an answer that
 		// has allowed the deletion.
-		status, _ = c.core.Claim(time.Now(), request)
+		now := time.Now()
+		status, _ = c.core.Claim(now, request)
+		c.core.Ledger.Unanswered(request.Pod.UID, now.Before(until))
 		return status, false, err
 	}
 	h := c.core.Hold(time.Now(), request, until)

@@ -247,6 +247,89 @@ func TestADrainIsNotAbandonedEarly(t *testing.T) {
 	})
 }
 
+// backAfter returns after how long the agent excludes p no more, rounded up to seconds, and 0 if
+// that takes longer than 5 min.
+func (a *agent) backAfter(p drain.Pod) time.Duration {
+	for s := time.Second; s <= 5*time.Minute; s += time.Second {
+		time.Sleep(time.Second)
+		if a.exclusions.holders(p) == "" {
+			return s
+		}
+	}
+	return 0
+}
+
+// Without this, a pod that is not deleted stays out of traffic: for as long as the API server does
+// not answer, even if it was only refused, and for 45 s after an operator has pressed Ctrl-C.
+func TestAPodThatIsNotDeletedGetsItsTrafficBack(t *testing.T) {
+	p := pod("a")
+	drained := func(r *replica, until time.Duration) {
+		r.Drain(context.Background(), requestOf(p, web), time.Now().Add(until))
+	}
+	denied := func(r *replica, _ *agent) { drained(r, 2*time.Second) }
+	brokenOff := func(r *replica, _ *agent) {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		r.Drain(ctx, requestOf(p, web), time.Now().Add(2*time.Second))
+	}
+	allowed := func(r *replica, a *agent) {
+		held := r.hold(p, web)
+		synctest.Wait()
+		a.say(p, drain.Idle)
+		<-held
+	}
+	late := func(r *replica, _ *agent) { drained(r, -time.Second) }
+	restarted := func(r *replica, _ *agent) {
+		r.change(func() {
+			r.core.ask(time.Now(), p, requestOf(p, web).Targets, drain.Place{Restart: true, Stopped: time.Now()})
+		})
+	}
+	adopted := func(r *replica, _ *agent) {
+		r.Polled([]wire.Replica{{Shared: drain.Shared{Drains: []drain.Claim{
+			{Pod: p, Services: []drain.Service{web}}}}}}, true)
+	}
+	type calls = []func(*replica, *agent)
+	for name, c := range map[string]struct {
+		calls calls
+		away  bool
+		want  time.Duration
+	}{
+		"denied":                             {calls{denied}, false, 45 * time.Second},
+		"denied, API server away":            {calls{denied}, true, 79 * time.Second},
+		"broken off":                         {calls{brokenOff}, false, 10 * time.Second},
+		"broken off, and repeated":           {calls{brokenOff, denied}, false, 45 * time.Second},
+		"broken off, API server away":        {calls{denied, brokenOff}, true, 79 * time.Second},
+		"allowed":                            {calls{allowed}, false, 45 * time.Second},
+		"allowed, API server away":           {calls{denied, allowed}, true, 0},
+		"allowed, then denied, API away":     {calls{allowed, late, denied}, true, 0},
+		"answered late, API server away":     {calls{denied, late}, true, 0},
+		"adopted, API server away":           {calls{adopted, denied}, true, 0},
+		"container stopped, API server away": {calls{restarted}, true, 79 * time.Second},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := newNetwork(t)
+				r := n.replica("replica-0", "a")
+				one := n.agent("one", []drain.Service{web}, "replica-0")
+				synctest.Wait()
+				if !c.away {
+					r.lives.set(p.UID, Living)
+				}
+				for _, call := range c.calls {
+					call(r, one)
+				}
+				synctest.Wait()
+				if one.exclusions.holders(p) == "" {
+					t.Fatal("not excluded")
+				}
+				if got := one.backAfter(p); got < c.want || got > c.want+2*time.Second || c.want == 0 && got != 0 {
+					t.Errorf("back after %s, want %s", got, c.want)
+				}
+			})
+		})
+	}
+}
+
 func TestStopAnswersWhatIsHeld(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
@@ -710,7 +793,7 @@ func TestAQueuedDrainIsHeldAndTakesItsTurn(t *testing.T) {
 		n := newNetwork(t)
 		r := n.replica("replica-0", "a")
 		one := n.agent("one", []drain.Service{web}, "replica-0")
-		targets := []drain.Targets{{Service: web, Usable: []drain.UID{"uid-a", "uid-b"}}}
+		targets := []drain.Targets{{Service: web, Usable: []drain.UID{"uid-a", "uid-b", "uid-c"}}}
 		r.Unroute(Request{Pod: pod("a"), Targets: targets})
 		synctest.Wait()
 		held := make(chan answer, 1)

@@ -316,10 +316,11 @@ func (h *Hold) Recheck(now time.Time, changed *drain.Status) {
 	}
 }
 
-// GiveUp ends the wait because of err.
+// GiveUp ends the wait because of err: the API server has closed the call.
 func (h *Hold) GiveUp(now time.Time, err error) {
 	h.look(now)
 	h.end(now, err)
+	h.core.Ledger.Unanswered(h.uid, now.Before(h.until))
 }
 
 func (h *Hold) look(now time.Time) {
@@ -339,7 +340,14 @@ func (h *Hold) end(now time.Time, err error) {
 		h.core.hooks.relies[h.uid] = relied{h.request.Workload, now}
 	}
 	h.answered(now, allowed)
+	if now.Sub(h.until) > lateAfter {
+		h.core.Ledger.Unanswered(h.uid, false)
+	}
 }
+
+// lateAfter is how long after the end of its hold a call counts as answered: what is left of the
+// API server's time then, which it rounds up to whole seconds.
+const lateAfter = 500 * time.Millisecond
 
 // Unroute asks agents to stop routing to a pod whose deletion does not wait.
 func (c *Core) Unroute(now time.Time, request Request) drain.Status {
@@ -350,7 +358,6 @@ func (c *Core) Unroute(now time.Time, request Request) drain.Status {
 // whether a call for it may.
 func (c *Core) Claim(now time.Time, request Request) (status drain.Status, hold bool) {
 	status = c.ask(now, request.Pod, request.Targets, request.Place)
-	c.Ledger.Hold(request.Pod.UID)(now, false)
 	return status, c.inTurn(now, request) == nil
 }
 

@@ -43,6 +43,11 @@ func (c *Coordinator) ReliedOn(uid drain.UID) bool {
 	return c.core.ReliedOn(uid)
 }
 
+// Decided is [drain.Ledger.Decided].
+func (c *Coordinator) Decided(uid drain.UID, allowed bool) {
+	c.change(func() { c.core.Ledger.Decided(time.Now(), uid, allowed) })
+}
+
 // replica returns to another replica the state that it needs to continue the drains of this one.
 func (c *Coordinator) replica(http.ResponseWriter, *http.Request, Identity) (any, error) {
 	ready := c.Able() == nil

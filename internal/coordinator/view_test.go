@@ -292,7 +292,7 @@ func TestHistoryCountsWhatCounts(t *testing.T) {
 		n.agent("one", []drain.Service{web}, "replica-0")
 		synctest.Wait()
 		a, b := pod("a"), pod("b")
-		both := []drain.Targets{{Service: web, Usable: []drain.UID{a.UID, b.UID}}}
+		both := []drain.Targets{{Service: web, Usable: []drain.UID{a.UID, b.UID, "uid-c"}}}
 		r.Unroute(Request{Pod: a, Targets: both})
 		time.Sleep(time.Second)
 		r.Unroute(Request{Pod: b, Targets: both})

@@ -99,15 +99,21 @@ func (h *Handler) call(ctx context.Context, began time.Time, q *request) *Call {
 	return c
 }
 
-func (c *Call) answer(o Outcome) { c.Next, c.Outcome = NextAnswer, o }
+func (c *Call) answer(o Outcome) {
+	c.Next, c.Outcome = NextAnswer, o
+	if c.pod != nil && !c.q.dryRun && (o.Allowed || o.Reason == string(Budget)) {
+		c.h.Cluster.decided(c.drainPod().UID, o.Allowed)
+	}
+}
 
 // Request returns the request to the ledger.
 func (c *Call) Request() coordinator.Request { return c.request() }
 
 // Claim returns the question to the opener about the deletion.
 func (c *Call) Claim(now time.Time) wire.Claim {
-	claim := wire.Claim{Operation: string(c.q.operation), Pod: c.drainPod()}
-	if is := c.h.Cluster.Ledger.Pod(claim.Pod.UID); !is.Since.IsZero() {
+	is := c.h.Cluster.Ledger.Pod(c.drainPod().UID)
+	claim := wire.Claim{Operation: string(c.q.operation), Pod: c.drainPod(), ElapsedMillis: is.Spent.Milliseconds()}
+	if !is.Since.IsZero() {
 		claim.ElapsedMillis = now.Sub(is.Since).Milliseconds()
 	}
 	return claim

@@ -47,6 +47,8 @@ type Ledger interface {
 	// ReliedOn reports whether another replica that is stopping may have left a call about the pod
 	// to this one.
 	ReliedOn(uid drain.UID) bool
+	// Decided is [drain.Ledger.Decided].
+	Decided(uid drain.UID, allowed bool)
 	// Ahead returns how many of others have an open drain, and -1 if these are fewer than allowed
 	// or the pod has one itself. Then it is Claim too, if claim is set. No other drain is opened in
 	// between, so that of several simultaneous evictions only as many are allowed as the budget
@@ -124,6 +126,8 @@ type subject struct {
 	// barrierWaits and workload are as in coordinator.Request.
 	barrierWaits bool
 	workload     string
+	// evicted: the pod is evicted, not deleted.
+	evicted bool
 }
 
 func (s subject) drainPod() drain.Pod {
@@ -134,6 +138,7 @@ func (s subject) drainPod() drain.Pod {
 func (s subject) request() coordinator.Request {
 	r := coordinator.Request{Pod: s.drainPod(), Targets: s.targets, Place: s.place, Turn: s.turn,
 		BarrierWaits: s.barrierWaits, Workload: s.workload}
+	r.Place.Evicted = s.evicted
 	if owner := metav1.GetControllerOf(s.pod); owner != nil {
 		r.Owner = owner.Kind + "/" + string(owner.UID)
 	}
@@ -152,7 +157,7 @@ func (c *Cluster) gather(ctx context.Context, now time.Time, q *request) (Facts,
 
 		NamespaceTerminating: q.collection && q.username == "system:serviceaccount:kube-system:namespace-controller",
 	}
-	s := subject{pod: q.pod}
+	s := subject{pod: q.pod, evicted: q.operation == Evict}
 	if f.Cold {
 		// A cache that has not synced would wait for it.
 		var own map[string]string
@@ -467,6 +472,13 @@ func Young(pod *corev1.Pod, deleted time.Time) time.Duration {
 		return endpoints.Linger
 	}
 	return max(0, endpoints.Linger-max(0, deleted.Sub(at)))
+}
+
+// decided records the answer to a call about a pod, if the pod has a drain.
+func (c *Cluster) decided(uid drain.UID, allowed bool) {
+	if c.Ledger.Pod(uid).Draining {
+		c.Ledger.Decided(uid, allowed)
+	}
 }
 
 // live brings the targets of s up to date. It names a Service if the pod has become the last one of

@@ -247,6 +247,7 @@ func TestGatherLooksUpThePodOfAnEviction(t *testing.T) {
 		Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"},
 		Targets: []drain.Targets{{Service: drain.Service{Namespace: "shop", Name: "web"},
 			Usable: []drain.UID{"uid-a", "uid-b"}}},
+		Place: drain.Place{Evicted: true},
 	}
 	if diff := cmp.Diff(want, s.request()); diff != "" {
 		t.Errorf("request (-want +got):\n%s", diff)

@@ -151,6 +151,7 @@ func (h *Handler) ClaimAt(ctx context.Context, now time.Time, claim wire.Claim) 
 	case err != nil:
 		return wire.Claimed{}
 	case v.Action == Deny && v.Reason == Budget:
+		h.Cluster.decided(claim.Pod.UID, false)
 		return wire.Claimed{Verdict: wire.VerdictDeny, Reason: string(Budget), Message: v.Message, Budget: facts.Budget}
 	case v.Action != Drain:
 		return wire.Claimed{}

@@ -58,7 +58,7 @@ func TestAWitnessLeavesBudgetsToTheOpener(t *testing.T) {
 	if c := others.claims[0]; c.Operation != "evict" || c.Pod.UID != "uid-a" || c.ElapsedMillis < 1000 {
 		t.Errorf("it claims %+v", c)
 	}
-	want := drain.Place{Is: drain.Granted, Elapsed: 12 * time.Second}
+	want := drain.Place{Is: drain.Granted, Elapsed: 12 * time.Second, Evicted: true}
 	if got := w.ledger.requests[0]; got.Place != want || got.Turn != coordinator.TurnHeld {
 		t.Errorf("it opens its drain with %+v, turn %d", got.Place, got.Turn)
 	}
@@ -71,6 +71,51 @@ func TestAWitnessLeavesBudgetsToTheOpener(t *testing.T) {
 	}
 	if len(w.ledger.calls) != before {
 		t.Errorf("and yet it opens a drain: %v", w.ledger.calls[before:])
+	}
+}
+
+// Without this, a pod whose eviction its budget forbids by now stays out of traffic for 45 s, and a
+// pod that is allowed to be deleted for another reason than its drain counts as refused.
+func TestTheLedgerLearnsOfAnswersWithoutTheDrain(t *testing.T) {
+	ask := func(w *world, q *request) { w.decide(t.Context(), time.Now(), q) }
+	for name, c := range map[string]struct {
+		do   func(w *world)
+		want []string
+	}{
+		"no budget is left": {func(w *world) { ask(w, w.evictA()) }, []string{"uid-a false"}},
+		"none is left at the opener": {func(w *world) {
+			w.Others = &replicas{claimed: []wire.Claimed{{Verdict: wire.VerdictDeny, Reason: "Budget"}}}
+			ask(w, w.evictA())
+		}, []string{"uid-a false"}},
+		"a witness asks": {func(w *world) {
+			w.Claim(t.Context(), wire.Claim{Operation: "evict", Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}})
+		}, []string{"uid-a false"}},
+		"forced": {func(w *world) {
+			q := w.deleteA()
+			q.grace = new(int64)
+			ask(w, q)
+		}, []string{"uid-a true"}},
+		"a dry run": {func(w *world) {
+			q := w.evictA()
+			q.dryRun = true
+			ask(w, q)
+		}, nil},
+		"it has no drain": {func(w *world) {
+			clear(w.ledger.draining)
+			ask(w, w.evictA())
+		}, nil},
+		"this replica starts": {func(w *world) {
+			w.cold, w.Cluster.Started = true, time.Now()
+			ask(w, w.deleteA())
+		}, nil},
+	} {
+		w := newWorld(t)
+		w.add(budget("pdb", 0, map[string]string{"app": "web"}))
+		w.ledger.draining["uid-a"] = time.Now()
+		c.do(w)
+		if !slices.Equal(w.ledger.decided, c.want) {
+			t.Errorf("%s: %q, want %q", name, w.ledger.decided, c.want)
+		}
 	}
 }
 
@@ -115,7 +160,7 @@ func TestClaim(t *testing.T) {
 		got.ElapsedMillis < 11_900 {
 		t.Errorf("a drain: %+v", got)
 	}
-	if got := w.ledger.requests[0].Place; got != (drain.Place{Elapsed: 3 * time.Second}) {
+	if got := w.ledger.requests[0].Place; got != (drain.Place{Elapsed: 3 * time.Second, Evicted: true}) {
 		t.Errorf("it is opened with %+v", got)
 	}
 	// Past its deadline the deletion may go on, and still no agent is to be told.

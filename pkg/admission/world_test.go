@@ -136,6 +136,8 @@ type ledger struct {
 	relied   bool
 	refused  int
 	hooks    coordinator.Hooks
+	// decided are the calls of Decided.
+	decided []string
 	// requests are those that came with the calls.
 	requests []coordinator.Request
 	// answer is what Drain returns.
@@ -165,6 +167,10 @@ func (l *ledger) Claim(r coordinator.Request) (drain.Status, bool) {
 }
 
 func (l *ledger) ReliedOn(drain.UID) bool { return l.relied }
+
+func (l *ledger) Decided(uid drain.UID, allowed bool) {
+	l.decided = append(l.decided, fmt.Sprint(uid, " ", allowed))
+}
 
 func (l *ledger) note(what string, r coordinator.Request) {
 	l.mu.Lock()

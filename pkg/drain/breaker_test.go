@@ -481,7 +481,7 @@ func TestAnAgentIsNotSuspendedForDrainsItWasToldOfLate(t *testing.T) {
 		w.join("slow", web)
 		for n := range StrikesOut {
 			first, second := pod(fmt.Sprint("first", n)), pod(fmt.Sprint("second", n))
-			both := []Targets{usable(web, first.Name, second.Name)}
+			both := []Targets{usable(web, first.Name, second.Name, fmt.Sprint("third", n))}
 			w.Ask(w.now, first, both, Place{})
 			w.Ask(w.now, second, both, Place{})
 			w.want(second, "Queued slow:unknown")

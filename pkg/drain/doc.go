@@ -21,11 +21,12 @@
 //
 // A drain at the hold ends when the replica learns that the pod is terminating
 // ([Ledger.GatePassed]), or that its deletion was given up ([Ledger.NotTerminating], after a live
-// read of the pod that [Ledger.Tick] asked for). A drain for the restart of a container also ends
-// when the pod is ready again ([Ledger.ReadyAgain]). A drain at the barrier ends when the pod is
-// deleted, by [Ledger.EndBarrier] where hooks do not wait, or Times.Memory after its deadline.
-// Reaching the deadline releases a drain and names the agents that did not answer. It does not
-// close the drain.
+// read of the pod that [Ledger.Tick] asked for; [Ledger.Decided]). If this replica denied every
+// call, [Ledger.Tick] ends it without a read in the end. A drain for the restart of a container
+// also ends when the pod is ready again ([Ledger.ReadyAgain]). A drain at the barrier ends when the
+// pod is deleted, by [Ledger.EndBarrier] where hooks do not wait, or Times.Memory after its
+// deadline. Reaching the deadline releases a drain and names the agents that did not answer. It
+// does not close the drain.
 //
 // The agents that must acknowledge a drain follow from what agents declare and from which agents
 // the API lists ([Ledger.Expect]). They are not configured. An agent that has not declared its
@@ -36,7 +37,7 @@
 // A drain has one clock. It starts at the earliest start of a drain of the UID that this replica or
 // another one knows ([Place], [Ledger.Polled]). Asking again, or the restart of one of several
 // replicas, does not restart it. Abandonment stops it: the next drain of the UID continues from
-// there and gets at least one hold.
+// there, and gets at least most of a hold.
 //
 // # Usage
 //

@@ -64,9 +64,15 @@ type drain struct {
 
 // calls are the API server's admission calls about a pod.
 type calls struct {
-	// inFlight counts those that are being held; lastAnswer is when the last one was answered.
+	// inFlight counts those that are being held; lastAnswer is when the last one was answered, or
+	// another replica last asked for one.
 	inFlight   int
 	lastAnswer time.Time
+	// denied: this replica has denied one. unsure: an answer was late, or the drain is adopted, so
+	// that another one may have passed. brokenOff: the caller of the last one broke it off.
+	denied, unsure, brokenOff bool
+	// deleted: a call was no eviction.
+	deleted bool
 	// allowedAt is when a call was allowed first since the drain was opened, or since the pod was
 	// found to live on nevertheless. refused is when that was found, see Standing.Refused.
 	allowedAt time.Time
@@ -101,8 +107,13 @@ func NewLedger(times Times, scope Scope, sampling Sampling) *Ledger {
 	}
 }
 
-// maxAway bounds the agents that are named as away.
-const maxAway = 20
+const (
+	// maxAway bounds the agents that are named as away.
+	maxAway = 20
+	// brokenOffAfter is how long after a call was broken off another one is expected: controllers
+	// and client-go retry sooner.
+	brokenOffAfter = 10 * time.Second
+)
 
 // Waiting is an agent that a drain waits for, and its last report.
 type Waiting struct {
@@ -190,6 +201,9 @@ func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Sta
 		}
 	}
 	l.serve(d, services)
+	if !place.Restart {
+		d.lastAnswer, d.brokenOff = now, false
+	}
 	// What was allowed has been carried out by then, or refused: by something else, because another
 	// replica denies until its deadline at most.
 	if d.open && now.Sub(d.allowedAt) > max(RequestLimit, l.times.Deadline+l.times.Hold) {
@@ -215,14 +229,14 @@ func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Sta
 		d.queued = true
 		l.queued[d] = struct{}{}
 	}
-	d.place = place.Is
+	d.place, d.deleted = place.Is, d.deleted || !place.Restart && !place.Evicted
 	// Never earlier by more than the deadline: if the clock of the other replica is wrong, this
 	// drain may end early, but not the next ones.
 	if since := later(now.Add(-place.Elapsed), d.begun.Add(-l.length(d))); since.Before(d.since) {
 		d.since = since
 		l.touch(d)
 	}
-	l.admit(now)
+	l.admit(now, d)
 	return l.status(now, d)
 }
 
@@ -281,6 +295,7 @@ func (l *Ledger) begin(now time.Time, d *drain, since time.Time) {
 	d.open, d.reason, d.begun, d.lastAnswer, d.former = true, ReasonNone, now, now, nil
 	d.quiescingAt, d.allowedAt, d.expired = time.Time{}, time.Time{}, false
 	d.upTo, d.reached, d.removed, d.vanished = nil, [2]bits{}, nil, nil
+	d.denied, d.unsure, d.brokenOff, d.deleted = false, false, false, false
 	d.since = since
 	l.numbers++
 	d.number = l.numbers
@@ -296,10 +311,36 @@ func (l *Ledger) Hold(uid UID) (answered func(now time.Time, allowed bool)) {
 	d.inFlight++
 	return func(now time.Time, allowed bool) {
 		d.inFlight--
-		d.lastAnswer = now
-		if allowed && d.allowedAt.IsZero() {
+		d.lastAnswer, d.brokenOff = now, false
+		switch {
+		case !allowed:
+			d.denied = true
+		case d.allowedAt.IsZero():
 			d.allowedAt = now
 		}
+	}
+}
+
+// Unanswered records that the API server did not read the answer to the last call about uid. If the
+// call was brokenOff, the API server would still have waited, so its caller has given up. Otherwise
+// the API server may have continued without the answer, and deletes the pod.
+func (l *Ledger) Unanswered(uid UID, brokenOff bool) {
+	if d := l.at(AtHold, uid); d != nil {
+		d.unsure, d.brokenOff = d.unsure || !brokenOff, brokenOff
+	}
+}
+
+// Decided records that a call about uid was answered whatever its drain is: it was allowed, or a
+// budget forbids the eviction. That ends the drain immediately if only evictions have asked for it,
+// none waits, and none can have passed: otherwise the pod would be out of traffic without a reason.
+func (l *Ledger) Decided(now time.Time, uid UID, allowed bool) {
+	d := l.at(AtHold, uid)
+	switch {
+	case d == nil || !d.open:
+	case allowed:
+		l.Hold(uid)(now, true)
+	case d.inFlight == 0 && d.stopped.IsZero() && !d.deleted && !d.mayBeDeleted():
+		l.abandon(now, d)
 	}
 }
 
@@ -333,13 +374,24 @@ func (l *Ledger) NotTerminating(now time.Time, uid UID) bool {
 	if d == nil || !d.open || !l.mayBeAbandoned(now, d) {
 		return false
 	}
+	l.abandon(now, d)
+	return true
+}
+
+// abandon closes d because its deletion was given up. The pod's next drain continues its clock,
+// which has counted for as long as agents were told to exclude the pod. If they never were, it has
+// counted for as long as callers waited, so that one that is queued each time gets there too.
+func (l *Ledger) abandon(now time.Time, d *drain) {
 	l.expire(now, d)
 	l.livesOn(now, d)
-	if d.stopped.IsZero() {
-		d.spent = d.lastAnswer.Sub(d.since)
+	switch before := d.begun.Sub(d.since); {
+	case !d.stopped.IsZero():
+	case d.queued:
+		d.spent = before + d.lastAnswer.Sub(d.begun)
+	default:
+		d.spent = before + now.Sub(later(d.toldAt, d.begun))
 	}
 	l.close(now, d, Abandoned)
-	return true
 }
 
 // livesOn records that the pod was not deleted although a call was allowed.
@@ -352,8 +404,20 @@ func (l *Ledger) livesOn(now time.Time, d *drain) {
 	d.refused = append(d.refused, now)
 }
 
+// mayBeAbandoned reports whether no call has asked for d for so long that its pod is to be read.
 func (l *Ledger) mayBeAbandoned(now time.Time, d *drain) bool {
-	return d.inFlight == 0 && now.Sub(d.lastAnswer) >= l.times.Abandon
+	after := l.times.Abandon
+	if d.brokenOff && d.allowedAt.IsZero() {
+		after = min(after, brokenOffAfter)
+	}
+	return d.inFlight == 0 && now.Sub(d.lastAnswer) >= after
+}
+
+// mayBeDeleted reports whether a deletion of the pod of d may have passed. It has not if this
+// replica denied every call, because one denial is enough. If it passed by what another replica
+// answered, that one still excludes the pod. A container that is stopped is no deletion.
+func (d *drain) mayBeDeleted() bool {
+	return !d.allowedAt.IsZero() || d.stopped.IsZero() && (!d.denied || d.unsure)
 }
 
 // close ends a drain. The reports about it must not count for the next one of this UID: an agent
@@ -384,15 +448,17 @@ func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 	}
 	d.blocked, d.queued = 0, false
 	delete(l.queued, d)
-	l.admit(now)
+	l.admit(now, nil)
 }
 
 // Tick records the strikes of drains that have reached their deadline, ends suspensions that are
 // older than Times.Memory, and unqueues drains. It forgets closed drains after Times.Memory, and
 // agents that are neither listed nor connected after Times.Away. It returns the pods whose drains
 // no call has asked for lately: read each of them live and call [Ledger.GatePassed] or
-// [Ledger.NotTerminating]. overdue are the pods of barriers that are open beyond their deadline:
-// they may not exist any more.
+// [Ledger.NotTerminating]. A drain that can only have been refused is abandoned without a read when
+// the last request would be over, so that an API server that does not answer keeps no such pod out
+// of traffic. overdue are the pods of barriers that are open beyond their deadline: they may not
+// exist any more.
 func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 	for _, a := range l.agents {
 		if !a.listed && a.session == 0 && now.Sub(a.lostAt) >= l.times.Away {
@@ -400,7 +466,7 @@ func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 		}
 	}
 	l.readmit(now)
-	l.admit(now)
+	l.admit(now, nil)
 	var over []*drain
 	l.each(func(d *drain) {
 		if d.open && !d.expired && !now.Before(l.deadline(d)) {
@@ -427,7 +493,11 @@ func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 				overdue = append(overdue, d.pod)
 			}
 		case d.open && l.mayBeAbandoned(now, d):
-			look = append(look, d.pod)
+			if !d.mayBeDeleted() && now.Sub(d.lastAnswer) >= l.times.Abandon+RequestLimit {
+				forgotten = append(forgotten, d)
+			} else {
+				look = append(look, d.pod)
+			}
 		case !d.open && now.Sub(d.closedAt) >= l.times.Memory:
 			l.log.Remove(d.element)
 			d.of.drains[d.gate] = nil
@@ -438,7 +508,7 @@ func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 	})
 	slices.SortFunc(forgotten, func(a, b *drain) int { return cmp.Compare(a.pod.UID, b.pod.UID) })
 	for _, d := range forgotten {
-		l.close(now, d, Abandoned)
+		l.abandon(now, d)
 	}
 	for _, pods := range [][]Pod{look, overdue} {
 		slices.SortFunc(pods, func(a, b Pod) int { return cmp.Compare(a.UID, b.UID) })
@@ -520,7 +590,8 @@ func (l *Ledger) deadline(d *drain) time.Time {
 	if d.gate == AtBarrier {
 		return d.since.Add(d.barrier.bound)
 	}
-	return later(d.since.Add(l.times.Deadline), d.begun.Add(l.times.Hold))
+	// Less than a hold, so that the call that opened it is answered by its end.
+	return later(d.since.Add(l.times.Deadline), d.begun.Add(l.times.Hold*3/4))
 }
 
 // status derives the status from what is known at now, after recording what the deadline means for

@@ -71,10 +71,14 @@ type Place struct {
 	// Of several the latest counts, because a request about an earlier one may come late. If the
 	// clock was set back in between, the pod is excluded until the drain is abandoned.
 	Stopped time.Time
+	// Evicted: the pod is evicted, so that its PodDisruptionBudget may still refuse.
+	Evicted bool
 }
 
-// admit unqueues the drains for which there is capacity, the oldest first.
-func (l *Ledger) admit(now time.Time) {
+// admit unqueues the drains for which there is capacity, the oldest first. Other pods may have been
+// deleted since a drain was queued. If that has made its pod the last target, it stays queued, and
+// so routed, until a call asks for it: asked, if not nil, is the drain that is asked for now.
+func (l *Ledger) admit(now time.Time, asked *drain) {
 	if len(l.queued) == 0 {
 		return
 	}
@@ -98,7 +102,7 @@ func (l *Ledger) admit(now time.Time) {
 		}
 		// What another replica has unrouted has taken its capacity already.
 		if _, taken := l.elsewhere[d.pod.UID]; !taken {
-			if full && d.place != Granted {
+			if d.place != Granted && (full || d != asked && l.isLast(d)) {
 				continue
 			}
 			for s := range room {
@@ -117,6 +121,27 @@ func (l *Ledger) admit(now time.Time) {
 func (l *Ledger) needsRoom(d *drain, s Service) bool {
 	_, usable := slices.BinarySearch(l.usable[s], d.pod.UID)
 	return usable
+}
+
+// isLast reports whether the pod of d is known to be the only target that is left of each of its
+// Services that an agent routes.
+func (l *Ledger) isLast(d *drain) (last bool) {
+	for s := range d.services {
+		if !l.Asks(AtHold, []Service{s}) {
+			continue
+		}
+		others := slices.ContainsFunc(l.usable[s], func(uid UID) bool { return uid != d.pod.UID && !l.isDeleted(uid) })
+		if last = l.needsRoom(d, s) && !others; !last {
+			return false
+		}
+	}
+	return last
+}
+
+// isDeleted reports whether a pod is known to be terminating or deleted.
+func (l *Ledger) isDeleted(uid UID) bool {
+	d := l.at(AtHold, uid)
+	return d != nil && !d.open && d.reason == PodDeleted
 }
 
 // Shared is what one replica sends to the others.
@@ -146,7 +171,7 @@ func (l *Ledger) Polled(now time.Time, others []Shared, adopt bool) {
 			}
 		}
 	}
-	l.admit(now)
+	l.admit(now, nil)
 	for _, of := range others {
 		for _, c := range of.Drains {
 			if !adopt {
@@ -161,6 +186,7 @@ func (l *Ledger) Polled(now time.Time, others []Shared, adopt bool) {
 				targets[i].Service = s
 			}
 			l.Ask(now, c.Pod, targets, place)
+			l.Unanswered(c.Pod.UID, false) // an earlier life of this replica may have allowed it
 		}
 	}
 }
@@ -176,9 +202,8 @@ func (l *Ledger) unrouted(uid UID) bool {
 func (l *Ledger) room(s Service) int {
 	alive, taken := 0, 0
 	for _, uid := range l.usable[s] {
-		d := l.at(AtHold, uid)
 		switch {
-		case d != nil && !d.open && d.reason == PodDeleted:
+		case l.isDeleted(uid):
 			// The cache that has it as usable is stale.
 			continue
 		case l.unrouted(uid):
@@ -227,6 +252,8 @@ type Standing struct {
 	// it is for the restart of a container, whose age a deletion does not inherit.
 	Draining bool
 	Since    time.Time
+	// Spent is the time that its abandoned drains have used.
+	Spent time.Duration
 	// Queued reports whether that drain waits for capacity, so that the pod is still routed.
 	Queued bool
 	// Terminating reports whether the pod is being drained, here or by another replica, or
@@ -249,7 +276,7 @@ func (l *Ledger) Pod(uid UID) (s Standing) {
 		s.Terminating = s.Terminating || d != nil && (d.open || d.reason == PodDeleted)
 	}
 	if d := of.drains[AtHold]; d != nil {
-		s.Refused = slices.Clone(d.refused)
+		s.Refused, s.Spent = slices.Clone(d.refused), d.spent
 		if d.open {
 			s.Draining, s.Queued = true, d.queued
 			if d.stopped.IsZero() {

@@ -21,7 +21,7 @@ type Times struct {
 	// Hold is how long one admission call waits at most.
 	Hold time.Duration
 	// Deadline is how long a drain waits at most, from the start of its clock. A drain that
-	// continues an earlier one waits for at least Hold.
+	// continues an earlier one waits for at least 3/4 of Hold.
 	Deadline time.Duration
 	// IdleBound is how long a drain waits for Idle after every agent that must acknowledge has
 	// reported Removed.

@@ -104,7 +104,17 @@ func (l noted) Claim(request coordinator.Request) (drain.Status, bool) {
 	s, hold := l.core.Claim(l.now(), request)
 	l.opened(request, s, false)
 	l.answered[request.Pod.UID] = l.w.at
+	if is := l.calls[request.Pod.UID]; is != nil {
+		is.brokenOff, is.deleted = false, is.deleted || !l.evicts
+	}
 	return s, hold
+}
+
+// Decided implements [admission.Ledger].
+func (l noted) Decided(uid drain.UID, allowed bool) {
+	l.core.Ledger.Decided(l.now(), uid, allowed)
+	l.checkDecided(uid, allowed)
+	l.settle()
 }
 
 // Draining implements [admission.Ledger].
@@ -211,6 +221,9 @@ func (c *coord) drain(x *call) {
 	}
 	x.changed, x.hold = nil, c.core.Hold(c.now(), request, x.Until)
 	c.opened(request, x.hold.Status, false)
+	if is := c.calls[x.caller.p.uid]; is != nil {
+		is.deleted = is.deleted || !x.caller.evict
+	}
 	x.last = c.lastOf(x.caller.p)
 	if x.ctx.Err() != nil && !x.hold.Over {
 		x.hold.GiveUp(c.now(), x.ctx.Err())
@@ -295,9 +308,10 @@ func (c *coord) reply(x *call) {
 		c.expired(s)
 		if waited {
 			c.checkDeny(x, s)
-			v.waits = c
+			v.waits, v.queued = c, s.Phase == drain.Queued
 		}
 	}
+	c.noteAnswer(x)
 	c.log("answers for %s: allowed=%t %s retry=%s", p.uid, v.allowed, x.Reason, v.retryAfter)
 	if v.allowed {
 		w.allowed[x.Reason]++

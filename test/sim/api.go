@@ -472,6 +472,11 @@ type caller struct {
 	// denials counts, of each replica, the reviews in a row that one life of it has refused for its
 	// drain.
 	denials map[*coord]denials
+	// seldom: it ignores Retry-After, and comes back after its drain was abandoned. hangUps end the
+	// calls that the API server makes for it.
+	// excused: the drain was queued, or another caller was there.
+	seldom, excused bool
+	hangUps         []func()
 }
 
 type denials struct{ life, n int }
@@ -512,6 +517,7 @@ func (a *api) deletion() {
 	}
 	c.hasty = (a.w.seed+uint64(len(c.p.uid))+uint64(a.born))%6 == 0
 	c.denials = map[*coord]denials{}
+	c.seldom = a.w.impatient() && !c.evict && !c.forced && a.w.chance(300)
 	a.log("a client deletes %s (evict=%t controller=%t forced=%t)", c.p.uid, c.evict, c.ctrl, c.forced)
 	if a.w.kinds[stubborn] && a.w.chance(500) {
 		c.p.refused = max(c.p.refused, a.w.at+a.w.between(10*time.Second, 80*time.Second))
@@ -542,6 +548,8 @@ type verdict struct {
 	allowed    bool
 	words      []*word
 	retryAfter time.Duration
+	// queued: the drain of waits was queued.
+	queued bool
 	// waits is the replica whose drain is why it is refused, if that is why.
 	waits *coord
 }
@@ -587,7 +595,20 @@ func (a *api) review(c *caller, limit time.Duration, first bool) {
 	}
 	otherDenies = w.faulty() && w.chance(a.other.deny) || w.at < c.p.refused
 	w.after(nil, sleep, func() { otherDone = true; finish() })
+	c.hangUps = nil
 	a.webhook(c, limit, func(v verdict) { ours = &v; finish() })
+	if w.impatient() && w.faulty() && w.chance(150) {
+		calls := c.hangUps
+		w.after(nil, w.between(0, 2*time.Second), func() {
+			if ours == nil {
+				a.log("the caller breaks off the deletion of %s", c.p.uid)
+				c.p.calls--
+				for _, hangUp := range calls {
+					hangUp()
+				}
+			}
+		})
+	}
 }
 
 // webhook calls all replicas at once, each of which is an entry of the webhook configuration, and
@@ -646,12 +667,21 @@ func (a *api) call(c *caller, r *coord, timeout time.Duration, done func(v verdi
 	x.reset = func() { answer(verdict{}, false) }
 	r.inbound = append(r.inbound, x)
 	w.send(&a.node, &r.proc, nil, 0, func() { r.admit(x) })
+	hangUp := func() {
+		if r.up && r.life == x.life {
+			w.send(&a.node, &r.proc, nil, 0, func() { r.hangUp(x) })
+		}
+	}
+	c.hangUps = append(c.hangUps, func() {
+		if !answered {
+			answered = true
+			hangUp()
+		}
+	})
 	w.after(nil, min(timeout, w.times.Webhook), func() {
 		if !answered {
 			answer(verdict{}, false)
-			if r.up && r.life == x.life {
-				w.send(&a.node, &r.proc, nil, 0, func() { r.hangUp(x) })
-			}
+			hangUp()
 		}
 	})
 }
@@ -666,6 +696,9 @@ func (a *api) again(c *caller, retryAfter time.Duration, hard bool) {
 	}
 	c.tries++
 	switch {
+	case c.seldom && !hard:
+		w.checkSeldom(c)
+		w.after(nil, w.between(50*time.Second, 70*time.Second), func() { a.attempt(c) })
 	case retryAfter > 0 && c.tries%11 != 0:
 		w.after(nil, retryAfter, func() { a.attempt(c) })
 	case c.ctrl:

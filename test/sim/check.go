@@ -80,6 +80,10 @@ const (
 	checkReliance = "reliance"
 	// checkMode: something waits for a pod that was in mode observe all its life, or excludes it.
 	checkMode = "mode"
+	// checkLastName: the last target of its Services leaves the queue although no call asks for it.
+	checkLastName = "last"
+	// checkKept: a pod that cannot have been deleted is kept out of traffic.
+	checkKept = "kept out"
 	// checkBack: a pod whose container was stopped, and which is ready again, is not routed again.
 	checkBack = "back"
 	// checkOpen, checkExclusion and checkRoutes: after quiet, a drain is open, a living pod has an
@@ -93,7 +97,7 @@ const (
 // The others only look at what everybody can see: answers, gateways, requests, and what is left in
 // the end.
 var inside = []string{checkBacking, checkHoldersName, checkClockName, checkEarly, checkDeadName, checkExcludedName,
-	checkBound, checkQueuedName, checkSuspended, checkReliance}
+	checkBound, checkQueuedName, checkSuspended, checkReliance, checkLastName}
 
 // spentMost is how long before an allow the reading behind an acknowledgement may have begun: the
 // freshness bound, and the longest that a report may be under way.
@@ -445,6 +449,7 @@ func (x *caller) denied(answers []verdict) {
 	x.denials = map[*coord]denials{}
 	for _, v := range answers {
 		if c := v.waits; c != nil {
+			x.excused = x.excused || v.queued
 			n := 1
 			if had[c].life == c.life {
 				n += had[c].n
@@ -498,8 +503,82 @@ func (c *coord) tries(quiet *silence, uid drain.UID) bool {
 	return true
 }
 
+// asking are the calls about the pod of an open drain, as this replica answered them: a plain
+// record beside the ledger.
+type asking struct {
+	// denied: one was denied. doubtful: one was allowed, answered late, or made in an earlier life.
+	// brokenOff: the last one was. deleted: one was no eviction.
+	denied, doubtful, brokenOff, deleted bool
+}
+
+// noteAnswer records how a call was answered.
+func (c *coord) noteAnswer(x *call) {
+	is := c.calls[x.caller.p.uid]
+	if is == nil || x.hold == nil {
+		return
+	}
+	gone := x.ctx.Err() != nil
+	is.brokenOff = gone && c.now().Before(x.End)
+	is.denied = is.denied || !x.Allowed
+	is.doubtful = is.doubtful || x.Allowed || gone && !is.brokenOff || c.now().Sub(x.End) > 100*time.Millisecond
+}
+
+// checkKeptOut looks, once a tick, for drains that only keep their pods out of traffic: every call
+// was denied, or the last one broken off, for so long that no deletion can follow.
+func (c *coord) checkKeptOut() {
+	w := c.w
+	for _, uid := range sorted(c.calls) {
+		is, since := c.calls[uid], w.at-c.answered[uid]
+		waits := slices.ContainsFunc(c.inbound, func(x *call) bool { return x.caller.p.uid == uid })
+		if !is.denied || is.doubtful || waits || c.frozen > 0 || !c.ledger.Pod(uid).Draining {
+			continue
+		}
+		most := w.times.Abandon + drain.RequestLimit
+		if is.brokenOff && !w.unreadable() && !w.kinds[partition] {
+			most = 20 * time.Second // 10 s, and reads of other pods
+		}
+		if since > most+3*time.Second {
+			w.fail(checkKept, "%s keeps %s out of traffic %s after the last call, and denied all", c.name, uid, since)
+		}
+	}
+}
+
+// checkDecided looks at a drain after an answer that was not its own.
+func (c *coord) checkDecided(uid drain.UID, allowed bool) {
+	is, waits := c.calls[uid], slices.ContainsFunc(c.holds, func(x *call) bool { return x.caller.p.uid == uid })
+	open := c.ledger.Pod(uid).Draining
+	switch {
+	case is == nil:
+	case allowed:
+		is.doubtful = true
+		c.answered[uid] = c.w.at
+	case !open:
+		c.log("%s is given back: its budget forbids the eviction", uid)
+		c.w.measure("drains that budgets ended")
+		c.closed(uid)
+	case is.denied && !is.doubtful && !is.deleted && !waits && c.restarted[uid] == 0:
+		c.w.fail(checkKept, "%s keeps %s out of traffic, and its budget forbids the eviction", c.name, uid)
+	}
+}
+
+// checkSeldom: a caller that comes back after its drain was abandoned is allowed by the second
+// call, unless the drain was queued or another caller was there.
+func (w *world) checkSeldom(x *caller) {
+	x.excused = x.excused || x.p.calls > 1
+	for c, d := range x.denials {
+		if d.n > 2 && d.n == x.tries && d.life == c.life && c.frozen == 0 && !x.excused {
+			w.fail(checkGaveUp, "a client that comes back seldom was denied %d times for the drain of %s", d.n,
+				x.p.uid)
+		}
+	}
+}
+
 func (c *coord) checkAbandoned(uid drain.UID) {
-	if since := c.w.at - c.answered[uid]; since < c.w.times.Abandon {
+	most := c.w.times.Abandon
+	if is := c.calls[uid]; is != nil && is.brokenOff {
+		most = 10 * time.Second
+	}
+	if since := c.w.at - c.answered[uid]; since < most {
 		c.w.fail(checkEarly, "%s abandons the drain of %s %s after the last answer", c.name, uid, since)
 	}
 }
@@ -708,6 +787,9 @@ func (c *coord) noteAdopted(claim drain.Claim) {
 		c.begins(uid)
 		c.w.measure("drains that were adopted")
 	}
+	if is := c.calls[uid]; is != nil {
+		is.doubtful = true
+	}
 	c.checkClock(c.ledger.Status(c.now(), drain.AtHold, uid), time.Duration(claim.ElapsedMillis)*time.Millisecond)
 }
 
@@ -729,6 +811,9 @@ func (c *coord) checkRoom() {
 		d.told, d.toldAt, d.ordered = true, w.at, d.askedAt > w.parted+agreed
 		d.exempt = d.place == drain.Granted || c.taken(uid)
 		w.measure("drains that agents were told of")
+		if !d.exempt && d.askedAt != w.at && c.isLast(uid, d) {
+			w.fail(checkLastName, "%s unroutes %s, which no call asks for and which is the last target", c.name, uid)
+		}
 		if d.place == drain.Deferred {
 			w.fail(checkOrder, "%s unroutes %s, which has to wait at the opener", c.name, uid)
 		}
@@ -747,6 +832,19 @@ func (c *coord) checkRoom() {
 			}
 		}
 	}
+}
+
+// isLast reports whether a pod is the only target left of all its Services that an agent routes, as
+// this replica knows them.
+func (c *coord) isLast(uid drain.UID, d *admitted) (last bool) {
+	for s := range d.services {
+		if usable := c.targets[s]; c.CouldRoute([]drain.Service{s}) {
+			if last = slices.Contains(usable, uid) && c.alive(usable) == 1; !last {
+				return false
+			}
+		}
+	}
+	return last
 }
 
 // unrouted counts the usable targets that this replica unroutes and, if all is set, those that
@@ -864,7 +962,7 @@ func (c *coord) checkQueued() {
 			usable := c.targets[s]
 			room = room && (!slices.Contains(usable, uid) || c.unrouted(usable, true) < max(1, c.alive(usable)/2))
 		}
-		if room || c.taken(uid) {
+		if room && !c.isLast(uid, d) || c.taken(uid) {
 			w.fail(checkQueuedName, "%s keeps the drain of %s queued, and there is room", c.name, uid)
 		}
 	}

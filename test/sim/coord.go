@@ -78,6 +78,8 @@ type coord struct {
 	// begun and answered are when each open drain began here and when the last call for it was
 	// answered.
 	begun, answered map[drain.UID]time.Duration
+	// calls are those about the pod of each open drain.
+	calls map[drain.UID]*asking
 	// oldest is the oldest start of each open drain that this life has known.
 	oldest map[drain.UID]time.Time
 	// numbers are those of the drains that agents were told of since they began.
@@ -185,6 +187,7 @@ func (c *coord) start() {
 	c.silence, c.departed, c.declared = map[drain.AgentID]*silence{}, map[drain.AgentID]string{},
 		map[*agent][]drain.Route{}
 	c.relisted = map[drain.AgentID]time.Duration{}
+	c.calls = map[drain.UID]*asking{}
 	c.begun, c.answered, c.oldest = map[drain.UID]time.Duration{}, map[drain.UID]time.Duration{},
 		map[drain.UID]time.Time{}
 	c.log("starts, epoch %d", c.epoch)
@@ -248,8 +251,17 @@ func (c *coord) stop(down time.Duration) {
 func (c *coord) tick() {
 	c.w.after(&c.proc, coordinator.Tick, func() {
 		pods, overdue := c.core.Tick(c.now())
+		for _, uid := range sorted(c.begun) {
+			if !c.ledger.Pod(uid).Draining {
+				c.log("%s was only refused, and no client asks for it: abandoned", uid)
+				c.w.measure("drains that were abandoned without a read")
+				c.checkAbandoned(uid)
+				c.closed(uid)
+			}
+		}
 		c.settle()
 		c.checkQueued()
+		c.checkKeptOut()
 		if !c.looking { // an API server that does not answer keeps the ledger from nothing
 			for _, pod := range overdue {
 				if _, known := c.pods[pod.UID]; c.synced && !known {
@@ -279,8 +291,8 @@ func (c *coord) look(pods []drain.Pod) {
 		p := w.api.find(uid)
 		living := !p.terminating && !p.gone
 		w.send(&w.api.node, &c.proc, nil, 0, func() {
-			if done {
-				return
+			if done || w.unreadable() && w.faulty() {
+				return // the API server does not answer
 			}
 			if living {
 				open := c.ledger.Pod(uid).Draining
@@ -328,6 +340,7 @@ func (c *coord) closed(uid drain.UID) {
 		delete(words, uid)
 	}
 	delete(c.begun, uid)
+	delete(c.calls, uid)
 	delete(c.oldest, uid)
 	delete(c.room, uid)
 	delete(c.restarted, uid)
@@ -474,6 +487,7 @@ func (c *coord) isDeleted(uid drain.UID) {
 // begins records that a drain was opened.
 func (c *coord) begins(uid drain.UID) {
 	c.begun[uid], c.answered[uid] = c.w.at, c.w.at
+	c.calls[uid] = &asking{}
 	delete(c.numbers, uid)
 }
 

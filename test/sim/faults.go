@@ -83,7 +83,7 @@ func (w *world) build() {
 		w.slow, w.twice = w.rng.IntN(60), w.rng.IntN(100)
 	}
 	w.active = shortActive
-	if w.chance(150) || w.kinds[deafAgent] && w.chance(300) {
+	if w.chance(150) || w.kinds[deafAgent] && w.chance(300) || w.impatient() {
 		w.active = longActive
 	}
 	w.isCalm = w.chance(50)
@@ -153,6 +153,12 @@ func (w *world) kernels() bool { return w.seed%13 == 2 } // none of corpus.txt
 
 // overtakes says whether gateways carry out late what they did not answer.
 func (w *world) overtakes() bool { return w.seed%17 == 7 } // none of corpus.txt
+
+// impatient says whether callers break off, or come back late.
+func (w *world) impatient() bool { return w.seed%19 == 4 } // none of corpus.txt
+
+// unreadable says whether replicas cannot read pods while faults occur.
+func (w *world) unreadable() bool { return w.seed%38 == 4 }
 
 // observes says whether there are pods in mode observe, and whether modes change.
 func (w *world) observes() bool { return w.seed%11 == 4 }

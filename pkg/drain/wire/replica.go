@@ -22,8 +22,8 @@ type Claim struct {
 	// Operation is "delete" or "evict".
 	Operation string    `json:"operation"`
 	Pod       drain.Pod `json:"pod"`
-	// ElapsedMillis is how long the drain of the pod has run on the replica that asks. 0: it has no
-	// drain.
+	// ElapsedMillis is how long the drain of the pod has run on the replica that asks, or has run
+	// there before it was abandoned. 0: it has had none.
 	ElapsedMillis int64 `json:"elapsedMillis,omitempty"`
 	// OnlyAsked asks for Claimed.AskedMillis alone and changes nothing.
 	OnlyAsked bool `json:"onlyAsked,omitempty"`
