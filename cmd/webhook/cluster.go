@@ -210,7 +210,6 @@ func (r *roster) run(ctx context.Context) error {
 			})
 		}
 		slices.SortFunc(expected, func(a, b drain.Expected) int { return strings.Compare(a.Name, b.Name) })
-		r.who.Expect(expected)
 		r.coord.Expect(expected)
 		r.mu.Lock()
 		r.handed = version

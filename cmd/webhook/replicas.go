@@ -17,7 +17,6 @@ import (
 	"github.com/lameduck-io/lameduck/internal/identity"
 	"github.com/lameduck-io/lameduck/internal/peers"
 	"github.com/lameduck-io/lameduck/internal/podfacts"
-	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
 // ordinalLabel is the label for the ordinal of a replica's pod: the number of its entry in the
@@ -92,14 +91,12 @@ func (r *replicas) set(p *corev1.Pod) {
 		r.gone(p)
 		return
 	}
-	r.who.ExpectReplica(drain.AgentID(p.UID), true)
 	r.Set(peers.Peer{Ordinal: ordinal, Name: p.Name, URL: "https://" + net.JoinHostPort(p.Status.PodIP, r.port),
 		Ready: podfacts.Ready(p)})
 }
 
 func (r *replicas) gone(p *corev1.Pod) {
 	if p.Namespace == r.namespace {
-		r.who.ExpectReplica(drain.AgentID(p.UID), false)
 		r.Remove(p.Name)
 	}
 }

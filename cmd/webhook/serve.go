@@ -99,6 +99,12 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 
 	who := identity.New(kube)
+	who.Log = log
+	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "lameduck_token_keys",
+		Help: "Public keys of the API server that are known here. 0: tokens cannot be verified before the API server " +
+			"is asked.",
+	}, func() float64 { return float64(who.Keys()) }))
 	self := drain.Holder{Replica: o.replica, Epoch: rand.Text()}
 	index := endpoints.NewIndex()
 	around := &podcontext.Source{Reader: known, Mode: o.Mode, Log: log, Now: time.Now}

@@ -21,6 +21,7 @@ import (
 
 	"github.com/gorilla/mux"
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/time/rate"
 
 	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/internal/signal"
@@ -111,21 +112,28 @@ const replicas access = "replicas"
 type route struct {
 	method, path string
 	access       access
-	serve        func(*Coordinator, http.ResponseWriter, *http.Request, Identity) (any, error)
+	// burst is how many requests one agent may make at once, and a tenth of that a second, but one
+	// at least. 0: any number.
+	burst int
+	serve func(*Coordinator, http.ResponseWriter, *http.Request, Identity) (any, error)
 }
+
+// seldom is the burst for what an agent does when it starts or its gateway's configuration changes,
+// often that for the hooks of the pods on a node.
+const seldom, often = 5, 500
 
 // routes is the whole API, for agents and for other replicas. A result that is not nil is written
 // as JSON; nil is 204, unless the handler has written the answer.
 var routes = []route{
-	{http.MethodGet, wire.StreamPath, agents, (*Coordinator).stream},
-	{http.MethodPost, wire.DeclarationsPath, agents, (*Coordinator).declare},
-	{http.MethodPost, wire.LeavePath, agents, (*Coordinator).leave},
-	{http.MethodPost, wire.BarriersPath, agents, (*Coordinator).barrier},
-	{http.MethodPost, wire.ClaimsPath, replicas, (*Coordinator).claim},
-	{http.MethodGet, wire.ReplicaPath, replicas, (*Coordinator).replica},
-	{http.MethodGet, wire.ShownPath, replicas, (*Coordinator).shown},
-	{http.MethodGet, wire.ReportPath, replicas, (*Coordinator).shown},
-	{http.MethodGet, wire.ExplainPath + "/{namespace}/{pod}", replicas, (*Coordinator).shown},
+	{http.MethodGet, wire.StreamPath, agents, seldom, (*Coordinator).stream},
+	{http.MethodPost, wire.DeclarationsPath, agents, seldom, (*Coordinator).declare},
+	{http.MethodPost, wire.LeavePath, agents, seldom, (*Coordinator).leave},
+	{http.MethodPost, wire.BarriersPath, agents, often, (*Coordinator).barrier},
+	{http.MethodPost, wire.ClaimsPath, replicas, 0, (*Coordinator).claim},
+	{http.MethodGet, wire.ReplicaPath, replicas, 0, (*Coordinator).replica},
+	{http.MethodGet, wire.ShownPath, replicas, 0, (*Coordinator).shown},
+	{http.MethodGet, wire.ReportPath, replicas, 0, (*Coordinator).shown},
+	{http.MethodGet, wire.ExplainPath + "/{namespace}/{pod}", replicas, 0, (*Coordinator).shown},
 }
 
 // errStale is the answer to a post that names another session than the agent's present one.
@@ -139,8 +147,9 @@ var errWritten = errors.New("written")
 func (c *Coordinator) Handler() http.Handler {
 	r := mux.NewRouter()
 	for _, row := range routes {
+		rates := serve.NewRates[drain.AgentID](rate.Limit(max(1, row.burst/10)), row.burst)
 		r.Methods(row.method).Path(row.path).HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			c.serve(row, w, r)
+			c.serve(row, rates, w, r)
 		})
 	}
 	r.NotFoundHandler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -155,7 +164,7 @@ func (c *Coordinator) Handler() http.Handler {
 	return r
 }
 
-func (c *Coordinator) serve(row route, w http.ResponseWriter, r *http.Request) {
+func (c *Coordinator) serve(row route, rates *serve.Rates[drain.AgentID], w http.ResponseWriter, r *http.Request) {
 	// The server reads a body that the handler did not read to its end.
 	cutBodyAt(w, r, time.Now().Add(authTimeout+bodyTimeout))
 	w.Header().Set("Connection", "close") // until the caller is identified
@@ -172,6 +181,11 @@ func (c *Coordinator) serve(row route, w http.ResponseWriter, r *http.Request) {
 		return
 	case who.Replica != (row.access == replicas):
 		c.answer(w, row.path, nil, serve.Refuse(http.StatusForbidden, "this path is for %s", row.access))
+		return
+	case row.burst > 0 && !rates.Of(who.Agent).Allow(): // before the body is read
+		c.answer(w, row.path, nil, serve.Refuse(http.StatusTooManyRequests,
+			"too many of these requests of one agent: at most %d at once, and %d a second", row.burst,
+			max(1, row.burst/10)))
 		return
 	}
 	w.Header().Del("Connection")

@@ -115,8 +115,8 @@ type Options struct {
 type Coordinator struct {
 	Options
 
-	// mu protects core and the fields down to later. It is held for one step of core, or for one
-	// of each agent that waits, never during I/O, logging or a wait.
+	// mu protects core and the fields down to later. It is held for one step of core, or for those
+	// of agents that wait, for maxTurn, never during I/O, logging or a wait.
 	mu   sync.RWMutex
 	core *Core
 	// waiting holds the pods for which calls wait.
@@ -418,9 +418,13 @@ func (c *Coordinator) change(how func()) {
 	how()
 }
 
+// maxTurn is how long the steps of agents may take until other callers have the lock.
+const maxTurn = 10 * time.Millisecond
+
 // inTurn is change for agents. One agent waits for the lock, takes the steps of all that have come
 // until it has the lock, and settles once, because the step of each may change every open drain. So
-// deletions wait for one agent's turn at a time, not for those of a thousand.
+// deletions wait for one agent's turn at a time, not for those of a thousand. Steps that are left
+// after maxTurn are taken in turns of their own.
 func (c *Coordinator) inTurn(how func()) {
 	c.turns.Lock()
 	first := c.next == nil
@@ -430,14 +434,18 @@ func (c *Coordinator) inTurn(how func()) {
 	b := c.next
 	b.steps = append(b.steps, how)
 	c.turns.Unlock()
-	if first {
+	for again := first; again; {
 		c.change(func() {
 			c.turns.Lock()
-			c.next = nil
+			if c.next == b {
+				c.next = nil
+			}
 			c.turns.Unlock()
-			c.later = append(c.later, func() { close(b.taken) })
-			for _, take := range b.steps {
-				take()
+			for began := time.Now(); len(b.steps) > 0 && time.Since(began) < maxTurn; b.steps = b.steps[1:] {
+				b.steps[0]()
+			}
+			if again = len(b.steps) > 0; !again {
+				c.later = append(c.later, func() { close(b.taken) })
 			}
 		})
 	}

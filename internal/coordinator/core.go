@@ -5,6 +5,7 @@ import (
 	"maps"
 	"net/http"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -511,6 +512,8 @@ type Session struct {
 	// firstAt and lastAt are the times of the first and the last message on it. They are set
 	// without the lock.
 	firstAt, lastAt atomic.Int64
+	// routes is how many the agent has declared, if only on an earlier session.
+	routes int
 }
 
 // Connect begins an agent's stream, and ends its former one.
@@ -528,6 +531,7 @@ func (c *Core) Connect(now time.Time, who Identity, offer wire.Offer, wake func(
 		// an agent with the right everywhere may cause that.
 		c.Ledger.Declare(who.Agent, s.Number, "", nil)
 	}
+	s.routes = len(c.Ledger.Agent(who.Agent).Routes)
 	if former := c.sessions[who.Agent]; former != nil {
 		former.Wake() // so that it ends
 	}
@@ -558,17 +562,44 @@ func (c *Core) cut(now time.Time, id drain.AgentID, why string) {
 // Declare records what an agent routes. d must contain only Services whose drains the agent may
 // acknowledge.
 func (c *Core) Declare(id drain.AgentID, d wire.Declaration) (declared wire.Declared, err error) {
-	repeat, ok := c.Ledger.Declare(id, d.Session, d.Population, d.Routes)
 	s := c.sessions[id]
-	if !ok || s == nil {
+	if s == nil {
 		return declared, errStale
 	}
+	if all := c.localRoutes(s) + len(d.Routes); !s.Who.Everywhere &&
+		(len(d.Routes) > maxOwnRoutes || all > maxLocalRoutes) {
+		return declared, serve.Refuse(http.StatusRequestEntityTooLarge, "routes: %d, and %d with those of the other "+
+			"agents of the namespace: more than %d or %d need the right to acknowledge in all namespaces",
+			len(d.Routes), all, maxOwnRoutes, maxLocalRoutes)
+	}
+	repeat, ok := c.Ledger.Declare(id, d.Session, d.Population, d.Routes)
+	if !ok {
+		return declared, errStale
+	}
+	s.routes = len(d.Routes)
 	if repeat {
 		s.sent = 0
 	}
 	s.declared++
 	s.Wake()
 	return wire.Declared{Declared: s.declared}, nil
+}
+
+// maxOwnRoutes bounds the routes of an agent that has no right everywhere, and so the time for
+// which it holds the lock. maxLocalRoutes bounds those of all such agents of one namespace: a
+// Service need not exist to be declared, and each route takes some 600 bytes.
+const maxOwnRoutes, maxLocalRoutes = 1000, 20_000
+
+// localRoutes returns how many routes the other agents in the namespace of s have declared that
+// have no right everywhere.
+func (c *Core) localRoutes(s *Session) (n int) {
+	namespace, _, _ := strings.Cut(s.Who.Name, "/")
+	for _, other := range c.sessions {
+		if other != s && !other.Who.Everywhere && strings.HasPrefix(other.Who.Name, namespace+"/") {
+			n += other.routes
+		}
+	}
+	return n
 }
 
 // Taken is the result of [Core.Report].

@@ -19,24 +19,26 @@
 // stands in after [patience], for [standIn]: replicas that did not answer each other within a
 // second would each decide alone, and agents would be out while pods are deleted.
 //
-// Requests to the API server wait in lanes, each with its own rate limit, so that forged tokens
-// neither overload the API server nor delay agents. A token that was valid before does not wait. A
-// new token waits in the lane of the pod that its claims name, if that is an expected agent
-// ([Kubernetes.Expect]). The claims are not verified yet, but a forger has to know the pod's UID,
-// and delays only that agent. Each other replica has its own lane, and all operators share one. All
-// other tokens share one lane.
+// The signature of a token is verified first, with the API server's public keys, so that a token
+// that is made up asks the API server nothing. Questions about a token wait for those about others
+// of the same pod only. Where a token names a key that is not known, because the API server does
+// not show its keys or has just made a new one, the question waits for others from the same
+// address, and for all such. A token that was valid before does not wait. All operators share one
+// lane, but those whose token is signed by a known key.
 package identity
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/base64"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
+	"net/netip"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -46,6 +48,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -68,21 +71,19 @@ const (
 	stood           = 5 * time.Second
 	maxRemembered   = 20_000
 	askTimeout      = 5 * time.Second
-	// Rates are questions per second, bursts are questions at once: for unknown tokens, operators,
-	// all agents, rights, and one agent (1 per second). With the lanes of two other replicas, their
-	// sum is below the limit of 200 requests per second of the webhook's own client. Otherwise
-	// questions about replicas would wait there.
-	strangersRate  = 20
-	strangersBurst = 50
-	operatorsRate  = 5
-	agentsRate     = 100
-	agentsBurst    = 100
-	rightsRate     = 40
-	oneBurst       = 5
-	// The lane of another replica. After a replica gets a new token, as many calls as the API
-	// server has seats may be the first with it.
-	replicaRate  = 10
-	replicaBurst = 100
+	// Rates are questions per second, bursts are questions at once: for tokens of unknown keys, in
+	// all and from one address, operators, rights, the namespaces of one agent, and the tokens of
+	// one pod (1 per second).
+	strangersRate   = 100
+	strangersBurst  = 100
+	addressRate     = 5
+	addressBurst    = 20
+	operatorsRate   = 5
+	rightsRate      = 40
+	rightsBurst     = 100
+	namespacesRate  = 10
+	namespacesBurst = 100
+	oneBurst        = 5
 
 	// The virtual resources, of the API group lameduck.io.
 	drains   = "drains"
@@ -98,18 +99,22 @@ type Kubernetes struct {
 	// Replicas is the user name of the coordinator's own service account. A token of that user is a
 	// replica's, and needs no right. Empty: there are no other replicas.
 	Replicas string
+	Log      *slog.Logger
 
-	// strangers, agents and operators limit questions about tokens: of unknown bearers, of all
-	// expected agents together, and of operators. rights limits questions about rights.
-	strangers, agents, operators, rights *rate.Limiter
+	keys keys
+	// source returns the address from which a request comes.
+	source func(ctx context.Context) netip.Addr
+	// strangers and operators limit questions about tokens of unknown keys, and of operators,
+	// rights those about rights. bearers limits questions about the tokens of one pod, addresses
+	// those of unknown keys from one address, namespaces those about the namespaces that one agent
+	// names.
+	strangers, operators, rights *rate.Limiter
+	bearers                      *serve.Rates[string]
+	addresses                    *serve.Rates[netip.Addr]
+	namespaces                   *serve.Rates[drain.AgentID]
 
 	tokens   memory[hash, bearer]
 	rightsOf memory[right, struct{}]
-
-	mu sync.Mutex
-	// expected has the limiter of each expected agent. replicas has the limiter of each other
-	// replica.
-	expected, replicas map[drain.AgentID]*rate.Limiter
 }
 
 type hash [sha256.Size]byte
@@ -131,56 +136,47 @@ type right struct {
 // New returns a Kubernetes that asks with client.
 func New(client kubernetes.Interface) *Kubernetes {
 	return &Kubernetes{
-		Client: client, replicas: map[drain.AgentID]*rate.Limiter{},
+		Client: client, Log: slog.New(slog.DiscardHandler), source: serve.Source,
+		keys: keys{
+			failed: rate.Sometimes{First: 1, Interval: time.Minute},
+			fetch: func(ctx context.Context) ([]byte, error) {
+				return client.Discovery().RESTClient().Get().AbsPath(keysPath).DoRaw(ctx)
+			},
+		},
 		tokens: newMemory[hash, bearer](), rightsOf: newMemory[right, struct{}](),
-		strangers: rate.NewLimiter(strangersRate, strangersBurst), agents: rate.NewLimiter(agentsRate, agentsBurst),
-		rights: rate.NewLimiter(rightsRate, agentsBurst), operators: rate.NewLimiter(operatorsRate, oneBurst),
-	}
-}
-
-// Expect sets the agents that have their own lane: all expected agents.
-func (k *Kubernetes) Expect(agents []drain.Expected) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	former := k.expected
-	k.expected = make(map[drain.AgentID]*rate.Limiter, len(agents))
-	for _, a := range agents {
-		if k.expected[a.ID] = former[a.ID]; k.expected[a.ID] == nil {
-			k.expected[a.ID] = rate.NewLimiter(1, oneBurst)
-		}
-	}
-}
-
-// ExpectReplica adds or removes the lane of another replica of the coordinator. id is the UID of
-// the replica's pod.
-func (k *Kubernetes) ExpectReplica(id drain.AgentID, expected bool) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	switch {
-	case !expected:
-		delete(k.replicas, id)
-	case k.replicas[id] == nil:
-		k.replicas[id] = rate.NewLimiter(replicaRate, replicaBurst)
+		strangers: rate.NewLimiter(strangersRate, strangersBurst),
+		operators: rate.NewLimiter(operatorsRate, oneBurst), rights: rate.NewLimiter(rightsRate, rightsBurst),
+		bearers:    serve.NewRates[string](1, oneBurst),
+		addresses:  serve.NewRates[netip.Addr](addressRate, addressBurst),
+		namespaces: serve.NewRates[drain.AgentID](namespacesRate, namespacesBurst),
 	}
 }
 
 // lane is a list of limiters. A question waits for each, one after the other.
 type lane []*rate.Limiter
 
-// laneOf returns the lane of a token that is not verified yet.
-func (k *Kubernetes) laneOf(token string) lane {
-	claims, _ := claimsOf(token)
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	// A replica does not wait behind agents, which all connect simultaneously after a restart.
-	// Until the replicas reach each other, they have no common opener.
-	if own := k.replicas[claims.Kubernetes.Pod.UID]; own != nil {
-		return lane{own}
+// in returns a function that returns l.
+func (l lane) in(context.Context) (lane, error) { return l, nil }
+
+// laneOf returns the lane of a token that was not valid before, or why it is refused.
+func (k *Kubernetes) laneOf(ctx context.Context, token string) (lane, error) {
+	c, signed, err := k.signedClaims(ctx, token)
+	switch {
+	case err != nil:
+		return nil, err
+	case signed:
+		return lane{k.bearers.Of(cmp.Or(string(c.Kubernetes.Pod.UID), c.Subject))}, nil
+	default:
+		return lane{k.addresses.Of(k.source(ctx)), k.strangers}, nil
 	}
-	if own := k.expected[claims.Kubernetes.Pod.UID]; own != nil {
-		return lane{own, k.agents}
+}
+
+// operatorsLane is laneOf for operators, whose tokens may be of another kind.
+func (k *Kubernetes) operatorsLane(ctx context.Context, token string) (lane, error) {
+	if l, err := k.laneOf(ctx, token); err == nil && len(l) == 1 {
+		return l, nil
 	}
-	return lane{k.strangers}
+	return lane{k.operators}, nil
 }
 
 func (l lane) wait(ctx context.Context) error {
@@ -194,8 +190,7 @@ func (l lane) wait(ctx context.Context) error {
 
 // Authenticate implements [coordinator.Authenticator].
 func (k *Kubernetes) Authenticate(ctx context.Context, token string) (coordinator.Identity, error) {
-	l := k.laneOf(token)
-	of, err := k.review(ctx, token, l)
+	of, err := k.review(ctx, token, k.laneOf)
 	if err != nil {
 		return coordinator.Identity{}, err
 	}
@@ -207,6 +202,7 @@ func (k *Kubernetes) Authenticate(ctx context.Context, token string) (coordinato
 		who.Replica = true
 		return who, nil
 	}
+	l := lane{k.bearers.Of(string(who.Agent))}
 	who.Everywhere, err = k.acknowledges(ctx, who.Username, "", rememberNo, l)
 	allowed := who.Everywhere
 	if namespace := namespaceOf(who.Username); err == nil && !allowed && namespace != "" {
@@ -225,8 +221,7 @@ func (k *Kubernetes) Authenticate(ctx context.Context, token string) (coordinato
 
 // Review implements [dashboard.Reviewer].
 func (k *Kubernetes) Review(ctx context.Context, token string) error {
-	l := lane{k.operators}
-	of, err := k.review(ctx, token, l)
+	of, err := k.review(ctx, token, k.operatorsLane)
 	if err != nil {
 		return err
 	}
@@ -236,7 +231,8 @@ func (k *Kubernetes) Review(ctx context.Context, token string) error {
 	for key, values := range of.Extra {
 		spec.Extra[key] = authorizationv1.ExtraValue(values)
 	}
-	may, err := k.ask(ctx, right{resource: drains, looks: sha256.Sum256([]byte(token))}, spec, rememberNo, l)
+	may, err := k.ask(ctx, right{resource: drains, looks: sha256.Sum256([]byte(token))}, spec, rememberNo,
+		func(ctx context.Context) (lane, error) { return k.operatorsLane(ctx, token) })
 	if err == nil && !may {
 		err = refusal{coordinator.ErrForbidden,
 			of.Username + " needs the verb get on drains.lameduck.io in all namespaces"}
@@ -244,22 +240,19 @@ func (k *Kubernetes) Review(ctx context.Context, token string) error {
 	return err
 }
 
-func (k *Kubernetes) review(ctx context.Context, token string, l lane) (bearer, error) {
+func (k *Kubernetes) review(ctx context.Context, token string,
+	laneOf func(context.Context, string) (lane, error)) (bearer, error) {
 	if len(token) > maxToken {
 		return bearer{}, refusal{coordinator.ErrUnauthenticated,
 			fmt.Sprintf("%v: longer than %d bytes", coordinator.ErrUnauthenticated, maxToken)}
 	}
-	return k.tokens.get(ctx, sha256.Sum256([]byte(token)), rememberNo, l,
-		func(ctx context.Context, again bool) (answer[bearer], error) { return k.verify(ctx, token, again, l) })
+	return k.tokens.get(ctx, sha256.Sum256([]byte(token)), rememberNo,
+		func(ctx context.Context) (lane, error) { return laneOf(ctx, token) },
+		func(ctx context.Context) (answer[bearer], error) { return k.verify(ctx, token) })
 }
 
-// verify has the API server review a token. A token that was valid before does not wait in a lane.
-func (k *Kubernetes) verify(ctx context.Context, token string, again bool, l lane) (answer[bearer], error) {
-	if !again {
-		if err := l.wait(ctx); err != nil {
-			return answer[bearer]{}, fmt.Errorf("too many unknown tokens to ask about: %v", err)
-		}
-	}
+// verify has the API server review a token.
+func (k *Kubernetes) verify(ctx context.Context, token string) (answer[bearer], error) {
 	review, err := k.Client.AuthenticationV1().TokenReviews().Create(ctx, &authenticationv1.TokenReview{
 		Spec: authenticationv1.TokenReviewSpec{Token: token, Audiences: []string{Audience}},
 	}, metav1.CreateOptions{})
@@ -360,7 +353,11 @@ func identify(user bearer) (coordinator.Identity, error) {
 
 // MayAcknowledge implements [coordinator.Authenticator].
 func (k *Kubernetes) MayAcknowledge(ctx context.Context, who coordinator.Identity, namespace string) (bool, error) {
-	return k.acknowledges(ctx, who.Username, namespace, rememberNo, lane{k.rights})
+	l := lane{k.rights}
+	if namespace != "" {
+		l = lane{k.namespaces.Of(who.Agent)} // the agent has chosen it
+	}
+	return k.acknowledges(ctx, who.Username, namespace, rememberNo, l)
 }
 
 // MayAskBarriers implements [coordinator.Authenticator].
@@ -373,7 +370,7 @@ func (k *Kubernetes) MayAskBarriers(ctx context.Context, who coordinator.Identit
 // without the right do not delay a new account.
 func (k *Kubernetes) Allowed(ctx context.Context, username string) (bool, error) {
 	no := rememberNoLabel
-	if k.rights.Tokens() < agentsBurst/2 {
+	if k.rights.Tokens() < rightsBurst/2 {
 		no = time.Hour
 	}
 	return k.acknowledges(ctx, username, "", no, lane{k.rights})
@@ -389,21 +386,16 @@ func (k *Kubernetes) may(ctx context.Context, verb string, what right, no time.D
 	return k.ask(ctx, what, authorizationv1.SubjectAccessReviewSpec{
 		User: what.username, Groups: groups(namespaceOf(what.username)),
 		ResourceAttributes: &authorizationv1.ResourceAttributes{Namespace: what.namespace, Verb: verb},
-	}, no, l)
+	}, no, l.in)
 }
 
 // ask reports whether the user of spec may use its verb on the resource of what. It remembers a
 // refusal for no. A refusal stands in for the API server too: an agent with the right in some
 // namespaces is refused the one everywhere first.
 func (k *Kubernetes) ask(ctx context.Context, what right, spec authorizationv1.SubjectAccessReviewSpec,
-	no time.Duration, l lane) (bool, error) {
+	no time.Duration, laneOf func(context.Context) (lane, error)) (bool, error) {
 	spec.ResourceAttributes.Group, spec.ResourceAttributes.Resource = "lameduck.io", what.resource
-	_, err := k.rightsOf.get(ctx, what, no, l, func(ctx context.Context, again bool) (answer[struct{}], error) {
-		if !again {
-			if err := l.wait(ctx); err != nil {
-				return answer[struct{}]{}, fmt.Errorf("too many unknown rights to ask about: %v", err)
-			}
-		}
+	_, err := k.rightsOf.get(ctx, what, no, laneOf, func(ctx context.Context) (answer[struct{}], error) {
 		review, err := k.Client.AuthorizationV1().SubjectAccessReviews().Create(ctx,
 			&authorizationv1.SubjectAccessReview{Spec: spec}, metav1.CreateOptions{})
 		if err != nil {

@@ -34,12 +34,12 @@ type answer[V any] struct {
 
 func newMemory[K comparable, V any]() memory[K, V] { return memory[K, V]{answers: map[K]answer[V]{}} }
 
-// get returns the answer to the question key, which ask asks. A refusal is remembered for no.
-// Callers share a question if it waits in the same lane. The argument of ask is whether the former
-// answer, of whatever age, was yes. An error of get that is not the answer's says that there is
-// none.
-func (m *memory[K, V]) get(ctx context.Context, key K, no time.Duration, l lane,
-	ask func(ctx context.Context, again bool) (answer[V], error)) (V, error) {
+// get returns the answer to the question key, which ask asks. A refusal is remembered for no. The
+// question waits in the lane that laneOf returns, unless the former answer, of whatever age, was
+// yes. Callers share a question if it waits in the same lane. An error of get that is not the
+// answer's, or laneOf's, says that there is none.
+func (m *memory[K, V]) get(ctx context.Context, key K, no time.Duration, laneOf func(context.Context) (lane, error),
+	ask func(ctx context.Context) (answer[V], error)) (V, error) {
 	m.mu.Lock()
 	former, known := m.answers[key]
 	m.mu.Unlock()
@@ -50,10 +50,21 @@ func (m *memory[K, V]) get(ctx context.Context, key K, no time.Duration, l lane,
 	if known && now.Before(until) {
 		return former.value, former.refused
 	}
-	asked := m.asking.DoChan(fmt.Sprintf("%p %#v", l[0], key), func() (any, error) {
+	var l lane
+	var err error
+	if !known || former.refused != nil {
+		if l, err = laneOf(ctx); err != nil {
+			var none V
+			return none, err
+		}
+	}
+	asked := m.asking.DoChan(fmt.Sprintf("%p %#v", append(l, nil)[0], key), func() (any, error) {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), askTimeout)
 		defer cancel()
-		a, err := ask(ctx, known && former.refused == nil)
+		if err := l.wait(ctx); err != nil {
+			return nil, fmt.Errorf("too many unknown tokens or rights to ask about: %v", err)
+		}
+		a, err := ask(ctx)
 		if err == nil {
 			m.remember(key, a)
 		}
@@ -64,7 +75,6 @@ func (m *memory[K, V]) get(ctx context.Context, key K, no time.Duration, l lane,
 	if stands {
 		impatient = time.After(patience)
 	}
-	var err error
 	select {
 	case got := <-asked:
 		if got.Err == nil {

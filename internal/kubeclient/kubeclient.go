@@ -46,7 +46,8 @@ func New(kubeconfig, userAgent string) (kubernetes.Interface, *rest.Config, erro
 		return nil, nil, fmt.Errorf("reach the API server (--kubeconfig %q): %w", kubeconfig, err)
 	}
 	// With client-go's 5 requests a second, source.Endpoints.Fresh fails for over 60 namespaces.
-	config.QPS, config.Burst = 200, 400
+	// When a coordinator starts, a thousand agents may come at once, with a token each.
+	config.QPS, config.Burst = 500, 1000
 	config.UserAgent = userAgent
 	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return patient{next} })
 	kube, err := kubernetes.NewForConfig(config)

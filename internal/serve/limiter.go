@@ -168,6 +168,15 @@ func connState(conn net.Conn, state http.ConnState) {
 	}
 }
 
+// Source returns the address from which the request with a context came, invalid if a [Server] with
+// a limiter does not serve it.
+func Source(ctx context.Context) netip.Addr {
+	if conn, ok := ctx.Value(connKey{}).(*limitedConn); ok {
+		return conn.source
+	}
+	return netip.Addr{}
+}
+
 // KeepConn returns a handler that protects connections: from when next handles a request until that
 // is answered, the limiter neither counts nor closes its connection. Use it behind the handler that
 // authenticates the caller.

@@ -71,8 +71,8 @@ func (l *Ledger) touchFor(a *agent) {
 		})
 	}
 	for g := range gates {
-		for s := range a.indexed[g] {
-			for d := range l.services[s].drains {
+		for _, of := range a.indexed[g] {
+			for d := range of.drains {
 				if slices.Contains(d.asks(), g) {
 					l.touch(d)
 				}

@@ -41,7 +41,7 @@ type entry struct {
 	// slot is its number, which another agent may get when this one is forgotten.
 	slot int
 	// indexed are, for each gate, the Services under which it is listed.
-	indexed [gates]map[Service]struct{}
+	indexed [gates]map[Service]*service
 	// countedExpected and countedMissing say how [Counts] counts it.
 	countedExpected, countedMissing bool
 }
@@ -95,20 +95,23 @@ func (r *roster) add(a *agent, g Gate, s Service) {
 		return
 	}
 	if a.indexed[g] == nil {
-		a.indexed[g] = map[Service]struct{}{}
+		a.indexed[g] = map[Service]*service{}
 	}
-	a.indexed[g][s] = struct{}{}
 	of := r.service(s)
+	a.indexed[g][s] = of
+	if of.agents[g] == nil {
+		of.agents[g] = map[*agent]struct{}{}
+	}
 	of.agents[g][a] = struct{}{}
 	r.turn(of, g)
 }
 
 func (r *roster) drop(a *agent, g Gate, s Service) {
+	of := a.indexed[g][s]
 	delete(a.indexed[g], s)
-	of := r.services[s]
 	delete(of.agents[g], a)
 	r.turn(of, g)
-	r.prune(s)
+	r.prune(s, of)
 }
 
 // turn records that the agents of a Service have changed.
@@ -132,21 +135,14 @@ func (r *roster) service(s Service) *service {
 	of := r.services[s]
 	if of == nil {
 		r.rosterRev++
-		of = &service{
-			agents: [gates]map[*agent]struct{}{{}, {}}, drains: map[*drain]struct{}{},
-			rev: [gates]uint64{r.rosterRev, r.rosterRev},
-		}
+		of = &service{rev: [gates]uint64{r.rosterRev, r.rosterRev}}
 		r.services[s] = of
 	}
 	return of
 }
 
-// prune forgets a Service that no agent has declared and no open drain is of.
-func (r *roster) prune(s Service) {
-	of := r.services[s]
-	if of == nil {
-		return
-	}
+// prune forgets a Service, whose entry is of, that no agent has declared and no open drain is of.
+func (r *roster) prune(s Service, of *service) {
 	if len(of.agents[AtHold]) == 0 && len(of.agents[AtBarrier]) == 0 && len(of.drains) == 0 {
 		delete(r.services, s)
 	}
@@ -155,15 +151,20 @@ func (r *roster) prune(s Service) {
 // enlist puts d into the lists of all its Services, delist takes it out.
 func (r *roster) enlist(d *drain) {
 	for s := range d.listedBy() {
-		r.service(s).drains[d] = struct{}{}
+		of := r.service(s)
+		if of.drains == nil {
+			of.drains = map[*drain]struct{}{}
+		}
+		of.drains[d] = struct{}{}
 	}
 	d.rosterAt = 0
 }
 
 func (r *roster) delist(d *drain) {
 	for s := range d.listedBy() {
-		delete(r.service(s).drains, d)
-		r.prune(s)
+		of := r.service(s)
+		delete(of.drains, d)
+		r.prune(s, of)
 	}
 	d.agents, d.roster, d.rosterAt = nil, nil, 0
 }

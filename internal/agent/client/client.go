@@ -46,6 +46,8 @@ const (
 	// declareAgain is how often an agent declares again while it may not acknowledge in a namespace
 	// of its routes: the right may have been granted.
 	declareAgain = time.Minute
+	// declareLater is the pause after a declaration that came too soon after others.
+	declareLater = time.Second
 	// helloTimeout bounds the wait for the first message of a stream.
 	helloTimeout = 5 * time.Second
 	pauseFirst   = 100 * time.Millisecond
@@ -454,9 +456,14 @@ func (r *replica) report(ctx context.Context, session *Session, into io.Writer, 
 	renewal := time.NewTicker(time.Duration(session.Hello.RenewalMillis) * time.Millisecond / 2)
 	defer renewal.Stop()
 	declared, declaredAt, refused := -1, time.Time{}, []string{}
+	var later <-chan time.Time // nil: declare at once
 	for everything := true; ; {
-		for d, n := r.client.declaration(); declared != n; d, n = r.client.declaration() {
+		for d, n := r.client.declaration(); declared != n && later == nil; d, n = r.client.declaration() {
 			now, err := r.declare(ctx, session, d)
+			if errors.Is(err, errTooMany) {
+				later = time.After(declareLater)
+				break
+			}
 			if err != nil {
 				return err
 			}
@@ -474,6 +481,8 @@ func (r *replica) report(ctx context.Context, session *Session, into io.Writer, 
 		select {
 		case <-r.woken:
 			everything = false
+		case <-later:
+			later = nil
 		case <-renewal.C:
 			everything = true
 			if len(refused) > 0 && time.Since(declaredAt) >= declareAgain {
@@ -600,9 +609,16 @@ func refused(response *http.Response) error {
 	if json.Unmarshal(body, &said) != nil || said.Error == "" {
 		said.Error = string(body)
 	}
-	return fmt.Errorf("coordinator %s answers %s to %s: %s", response.Request.URL.Host, response.Status,
+	err := fmt.Errorf("coordinator %s answers %s to %s: %s", response.Request.URL.Host, response.Status,
 		response.Request.URL.Path, said.Error)
+	if response.StatusCode == http.StatusTooManyRequests {
+		return fmt.Errorf("%w: %v", errTooMany, err)
+	}
+	return err
 }
+
+// errTooMany is wrapped by the error of a request that came too soon after others of this agent.
+var errTooMany = errors.New("too many requests of this agent")
 
 // cause prefers the reason for which ctx was cancelled to the error that the cancellation caused.
 func cause(ctx context.Context, err error) error {

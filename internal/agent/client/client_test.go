@@ -450,6 +450,34 @@ func TestARefusalIsToldInTheCoordinatorsWords(t *testing.T) {
 	})
 }
 
+// An agent whose gateway's configuration changes often declares later, and keeps its stream: a new
+// one would cost the coordinator more, and void what it has reported.
+func TestADeclarationThatComesTooSoonIsRepeated(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newScript(t)
+		declared := 0
+		s.declare = func(wire.Declaration) (int, any) {
+			if declared++; declared < 3 {
+				return http.StatusTooManyRequests, wire.Error{Error: "too many"}
+			}
+			return http.StatusOK, wire.Declared{Declared: declared}
+		}
+		c, _, log := run(t, s)
+		for range 5 {
+			c.Declare("", nil)
+			synctest.Wait()
+		}
+		if declared != 1 {
+			t.Errorf("declared %d times at once", declared)
+		}
+		time.Sleep(2*declareLater + time.Millisecond)
+		synctest.Wait()
+		if declared != 3 || s.streams() != 1 || log.last() != "" {
+			t.Errorf("declared %d times, on %d streams, error %q", declared, s.streams(), log.last())
+		}
+	})
+}
+
 // Without this, an agent programs its gateway before it knows which pods are being drained.
 func TestLearnedWhenTheStreamHasBroughtWhatWasDeclared(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
