@@ -72,6 +72,10 @@ var ErrTooManyHolds = errors.New("too many deletions are held by this replica")
 // same owner.
 var ErrTooManyOfOwner = fmt.Errorf("of one owner: %w", ErrTooManyHolds)
 
+// ErrTooManyOwners is returned by [Coordinator.Drain] for a call of a workload controller, because
+// calls for as many other owners of that kind as [OwnersHeld] wait already.
+var ErrTooManyOwners = errors.New("pods of too many other owners are held")
+
 // ErrStopping is returned by [Coordinator.Drain] for calls that wait when the coordinator stops,
 // and after.
 var ErrStopping = errors.New("this replica is shutting down")
@@ -252,6 +256,8 @@ type Request struct {
 	// Owner names the pod's controller, such as "ReplicaSet/uid". Empty: it has none, and no bound
 	// per owner applies.
 	Owner string
+	// Controller is the kind of the pod's controller, such as "ReplicaSet", if that one calls.
+	Controller string
 	// Targets are the Services that list the pod, with their usable targets.
 	Targets []drain.Targets
 	// Place is what another replica knows of the drain, Turn whether its call may wait.
@@ -265,8 +271,9 @@ type Request struct {
 
 // Drain opens a drain of a pod or joins the open one, and waits until it is released or closed, or
 // until the time until. It returns the status at that moment, and whether the call waited. An error
-// is ErrTooManyHolds, ErrStopping or that of the context. The status is then valid too and the
-// drain continues, but the call must not be allowed.
+// is ErrTooManyHolds, ErrTooManyOwners, ErrStopping or that of the context. The status is then
+// valid too and the drain continues, but the call must not be allowed. With ErrTooManyOwners, there
+// may be no drain.
 func (c *Coordinator) Drain(
 	ctx context.Context, request Request, until time.Time,
 ) (status drain.Status, held bool, err error) {
@@ -283,6 +290,11 @@ func (c *Coordinator) Drain(
 	h := c.core.Hold(time.Now(), request, until)
 	c.settle()
 	if !h.Over {
+		if OwnersHeld[request.Controller] > 0 {
+			of := c.Metrics.byKind.WithLabelValues(request.Controller)
+			of.Inc()
+			defer of.Dec()
+		}
 		c.wait(ctx, h)
 	}
 	return h.Status, h.Waited, h.Err

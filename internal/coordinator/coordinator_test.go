@@ -404,8 +404,8 @@ func TestReplicasHoldTheSamePods(t *testing.T) {
 		opener := n.replica("replica-0", "a", func(o *Options) { o.MaxHolds = 2 })
 		n.agent("one", []drain.Service{web}, "replica-0")
 		claim := func(name string) bool {
-			_, hold := opener.Claim(requestOf(pod(name), web))
-			return hold
+			_, crowded := opener.Claim(requestOf(pod(name), web))
+			return crowded == nil
 		}
 		// A witness meets them in this order, the opener's own calls come in another one.
 		if !claim("a") || !claim("b") || claim("c") {

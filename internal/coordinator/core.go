@@ -40,6 +40,8 @@ type Core struct {
 	looked [2]drain.UID
 	// turns holds, for each owner and for all together, the pods for which calls may wait.
 	turns map[string][]turn
+	// owners holds the owners for whose pods workload controllers have lately called.
+	owners map[string]*owner
 	// asked is when the API server last asked about each pod that has an open drain. reliedOn are
 	// the pods among them that another replica has left to this one.
 	asked    map[drain.UID]time.Time
@@ -94,7 +96,7 @@ func NewCore(now time.Time, self drain.Holder, times drain.Times, o *Options) *C
 		Ledger: drain.NewLedger(times, o.Scope, o.Sampling), Began: now, self: self, times: times, limits: o,
 		sessions: map[drain.AgentID]*Session{}, barriersOf: map[drain.AgentID]int{}, deleted: map[drain.UID]time.Time{},
 		turns: map[string][]turn{}, asked: map[drain.UID]time.Time{}, reliedOn: map[drain.UID]struct{}{},
-		phases: map[drain.UID]drain.Phase{}, observed: map[drain.UID]*observed{},
+		phases: map[drain.UID]drain.Phase{}, observed: map[drain.UID]*observed{}, owners: map[string]*owner{},
 		hooks: hookMemory{allowed: map[string]bool{}, heard: map[string]bool{}, told: map[drain.UID]relied{},
 			relies: map[drain.UID]relied{}},
 	}
@@ -168,6 +170,7 @@ func (c *Core) Tick(now time.Time) (pods, over []drain.Pod) {
 	pods, over = c.Ledger.Tick(now)
 	c.dropTurns(now)
 	c.effects.Missed = append(c.effects.Missed, c.missed(now)...)
+	c.dropOwners(now)
 	for _, uid := range slices.Sorted(maps.Keys(c.observed)) { // the log has them in this order
 		c.measure(now, uid)
 	}
@@ -245,16 +248,25 @@ type Hold struct {
 // Hold opens a drain of a pod or joins the open one, for a call that may wait until a time.
 func (c *Core) Hold(now time.Time, request Request, until time.Time) *Hold {
 	uid := request.Pod.UID
+	var crowded error
+	if request.Turn == TurnJudged {
+		if crowded = c.ownerInTurn(now, request); crowded != nil && !c.opens(request) {
+			c.owners[request.Owner].refuse(now, uid)
+			return &Hold{core: c, request: request, uid: uid, until: until, Over: true, Err: crowded}
+		}
+	}
 	h := &Hold{core: c, request: request, uid: uid, until: until}
 	h.saw(c.ask(now, request.Pod, request.Targets, request.Place))
 	if c.phases[uid] != drain.PhaseUnknown {
 		c.asked[uid] = now
 	}
-	var crowded error
-	switch request.Turn {
-	case TurnJudged:
+	switch {
+	case crowded != nil && h.Status.Waits():
+		c.owners[request.Owner].refuse(now, uid)
+	case crowded != nil:
+	case request.Turn == TurnJudged:
 		crowded = c.inTurn(now, request)
-	case TurnUnheld:
+	case request.Turn == TurnUnheld:
 		crowded = ErrTooManyHolds
 	}
 	h.answered = c.Ledger.Hold(uid)
@@ -355,11 +367,18 @@ func (c *Core) Unroute(now time.Time, request Request) drain.Status {
 	return c.Ledger.Ask(now, request.Pod, request.Targets, drain.Place{})
 }
 
-// Claim opens a drain of a pod for a witness, or joins the open one. It does not wait. hold reports
-// whether a call for it may.
-func (c *Core) Claim(now time.Time, request Request) (status drain.Status, hold bool) {
+// Claim opens a drain of a pod for a witness, or joins the open one. It does not wait. crowded is
+// why a call for it may not. With [ErrTooManyOwners], there may be no drain.
+func (c *Core) Claim(now time.Time, request Request) (status drain.Status, crowded error) {
+	crowded = c.ownerInTurn(now, request)
+	if crowded != nil && !c.opens(request) {
+		return drain.Status{Pod: request.Pod}, crowded
+	}
 	status = c.ask(now, request.Pod, request.Targets, request.Place)
-	return status, c.inTurn(now, request) == nil
+	if crowded != nil && status.Waits() {
+		return status, crowded
+	}
+	return status, c.inTurn(now, request)
 }
 
 // Ahead returns how many of others have an open drain, and -1 if these are fewer than allowed or
@@ -476,7 +495,7 @@ func (c *Core) inTurn(now time.Time, request Request) error {
 // A pod loses its turn when its drain ends or no call asks for it any more.
 func (c *Core) takeTurn(now time.Time, owner string, uid drain.UID, most int) bool {
 	turns := slices.DeleteFunc(c.turns[owner], func(t turn) bool {
-		return t.uid != uid && (now.Sub(t.asked) > turnKept || !drain.Status{Phase: c.phases[t.uid]}.Waits())
+		return t.uid != uid && (now.Sub(t.asked) > turnKept || !c.waits(t.uid))
 	})
 	i := slices.IndexFunc(turns, func(t turn) bool { return t.uid == uid })
 	switch {

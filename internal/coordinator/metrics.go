@@ -10,6 +10,7 @@ import (
 // the start, but those of phases by reason.
 type Metrics struct {
 	holds   prometheus.Gauge
+	byKind  *prometheus.GaugeVec // holds of workload controllers
 	drains  *prometheus.GaugeVec
 	phase   *prometheus.HistogramVec
 	agents  *prometheus.GaugeVec
@@ -53,6 +54,10 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 			Help: "Requests of agents and other replicas, and lines of agents, by path and HTTP status.",
 		}, []string{"path", "code"}),
 	}
+	m.byKind = prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "lameduck_controller_holds",
+		Help: "Admission calls of Kubernetes' workload controllers that wait for gateways now, by kind.",
+	}, []string{"kind"})
 	m.waiting = prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "lameduck_barriers_waiting", Help: "Hooks of pods and of containers that wait here now.",
 	})
@@ -86,12 +91,15 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 		Help: "Deletions among lameduck_observed_seconds with requests or connections in flight when gateways had " +
 			"stopped routing to the pod.",
 	})
-	r.MustRegister(m.holds, m.drains, m.phase, m.agents, m.reports, m.api, m.waiting, m.barriers, m.cut, m.restarts,
-		m.missed, m.observed, m.inFlight)
+	r.MustRegister(m.holds, m.byKind, m.drains, m.phase, m.agents, m.reports, m.api, m.waiting, m.barriers, m.cut,
+		m.restarts, m.missed, m.observed, m.inFlight)
 	for _, r := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents,
 		drain.Suspended, drain.AgentsLost, drain.LastTarget, drain.PodDeleted, drain.Uncovered,
 		drain.NotEnforced} {
 		m.barriers.WithLabelValues(r.String())
+	}
+	for kind := range OwnersHeld {
+		m.byKind.WithLabelValues(kind)
 	}
 	for _, p := range []drain.Phase{drain.Queued, drain.Unrouting, drain.Quiescing, drain.Released} {
 		m.drains.WithLabelValues(p.String())

@@ -69,10 +69,10 @@ func (c *Coordinator) Polled(states []wire.Replica, adopt bool) {
 }
 
 // Claim opens a drain of a pod for a witness, or joins the open one, as [Coordinator.Drain]
-// does for the API server. It does not wait. hold reports whether a call for it may wait.
-func (c *Coordinator) Claim(request Request) (status drain.Status, hold bool) {
-	c.change(func() { status, hold = c.core.Claim(time.Now(), request) })
-	return status, hold
+// does for the API server. It does not wait. crowded is why a call for it may not wait either.
+func (c *Coordinator) Claim(request Request) (status drain.Status, crowded error) {
+	c.change(func() { status, crowded = c.core.Claim(time.Now(), request) })
+	return status, crowded
 }
 
 // Ahead is [Core.Ahead].

@@ -20,11 +20,11 @@ import (
 type claimant struct{ c *Coordinator }
 
 func (c claimant) Claim(_ context.Context, claim wire.Claim) wire.Claimed {
-	status, hold := c.c.Claim(Request{
+	status, crowded := c.c.Claim(Request{
 		Pod: claim.Pod, Owner: "ReplicaSet/1", Targets: targetsOf(web),
 		Place: drain.Place{Elapsed: time.Duration(claim.ElapsedMillis) * time.Millisecond},
 	})
-	return wire.Claimed{Verdict: wire.VerdictDrain, Queued: status.Phase == drain.Queued, Hold: hold,
+	return wire.Claimed{Verdict: wire.VerdictDrain, Queued: status.Phase == drain.Queued, Hold: crowded == nil,
 		ElapsedMillis: time.Since(status.Since).Milliseconds()}
 }
 

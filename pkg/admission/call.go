@@ -72,11 +72,12 @@ type Outcome struct {
 
 // Review begins a call about a pod, for the simulation. began is when the review arrived. old is
 // the pod as the API server would delete it, nil for an eviction. grace is the grace period of the
-// request, nil if it has none. timeout is how long the API server waits.
+// request, nil if it has none. timeout is how long the API server waits. controller: a workload
+// controller calls.
 func (h *Handler) Review(ctx context.Context, began time.Time, operation Operation, pod drain.Pod, old *corev1.Pod,
-	grace *int64, timeout time.Duration) *Call {
+	grace *int64, timeout time.Duration, controller bool) *Call {
 	return h.call(ctx, began, &request{operation: operation, namespace: pod.Namespace, name: pod.Name, pod: old,
-		grace: grace, timeout: timeout})
+		grace: grace, timeout: timeout, controller: controller})
 }
 
 // call begins a call about the pod of q.
@@ -112,7 +113,8 @@ func (c *Call) Request() coordinator.Request { return c.request() }
 // Claim returns the question to the opener about the deletion.
 func (c *Call) Claim(now time.Time) wire.Claim {
 	is := c.h.Cluster.Ledger.Pod(c.drainPod().UID)
-	claim := wire.Claim{Operation: string(c.q.operation), Pod: c.drainPod(), ElapsedMillis: is.Spent.Milliseconds()}
+	claim := wire.Claim{Operation: string(c.q.operation), Pod: c.drainPod(), ElapsedMillis: is.Spent.Milliseconds(),
+		Controller: c.q.controller}
 	if !is.Since.IsZero() {
 		claim.ElapsedMillis = now.Sub(is.Since).Milliseconds()
 	}
@@ -239,6 +241,11 @@ func (c *Call) Asked(now time.Time, yes bool) {
 
 // refuse answers that the pod is not deleted yet, with the reason.
 func (c *Call) refuse(now time.Time) {
+	if errors.Is(c.Err, coordinator.ErrTooManyOwners) {
+		// Without Retry-After, the controller's worker is free, and asks again by its own back-off.
+		c.answer(Outcome{Reason: string(TooManyOwners), Message: ownersMessage(c.subject)})
+		return
+	}
 	s := c.Status
 	elapsed, remaining := now.Sub(s.Since), s.Deadline.Sub(now)
 	o := Outcome{Reason: string(Draining), RetryAfter: drain.RetryAfter(elapsed, c.waited, remaining)}
@@ -266,6 +273,13 @@ func (c *Call) refuse(now time.Time) {
 		o.Reason = string(CallerGone)
 	}
 	c.answer(o)
+}
+
+// ownersMessage explains [TooManyOwners].
+func ownersMessage(s subject) string {
+	kind := s.request().Controller
+	return fmt.Sprintf("Lameduck: pod %s is not deleted yet: deletions of %d other %ss wait for gateways, and their "+
+		"controller is to have workers left. It asks again by itself", s.drainPod(), coordinator.OwnersHeld[kind], kind)
 }
 
 // released returns the answer that the pod may be deleted, with a warning if its drain was

@@ -133,10 +133,12 @@ const (
 	LastTarget           Reason = "LastTarget"
 	BarrierWaits         Reason = "BarrierWaits"
 	Draining             Reason = "Draining"
-	// Queued, TooManyHolds, TooManyOfOwner, Stopping and CallerGone are decided while holding.
+	// Queued, TooManyHolds, TooManyOfOwner, TooManyOwners, Stopping and CallerGone are decided
+	// while holding.
 	Queued         Reason = "Queued"
 	TooManyHolds   Reason = "TooManyHolds"
 	TooManyOfOwner Reason = "TooManyOfOwner"
+	TooManyOwners  Reason = "TooManyOwners"
 	Stopping       Reason = "Stopping"
 	CallerGone     Reason = "CallerGone"
 	// Abstained: this replica stops, and another one answers the same call.
@@ -147,8 +149,8 @@ const (
 
 // answers returns the action for each reason of the table and of the handler: Allow or Deny.
 func answers() map[Reason]Action {
-	all := map[Reason]Action{Queued: Deny, TooManyHolds: Deny, TooManyOfOwner: Deny, Stopping: Deny, CallerGone: Deny,
-		Abstained: Allow, NoFacts: Allow}
+	all := map[Reason]Action{Queued: Deny, TooManyHolds: Deny, TooManyOfOwner: Deny, TooManyOwners: Deny,
+		Stopping: Deny, CallerGone: Deny, Abstained: Allow, NoFacts: Allow}
 	for _, row := range Table {
 		all[row.Reason] = row.Answer.Action
 	}

@@ -38,9 +38,9 @@ type Ledger interface {
 	// Observe measures what the deletion of a pod would have waited for. young is for how long
 	// gateways may still not have learned that the pod is ready.
 	Observe(request coordinator.Request, targets []netip.AddrPort, young time.Duration)
-	// Claim opens a drain on behalf of another replica, without waiting for it. hold reports
-	// whether that replica's call may wait.
-	Claim(request coordinator.Request) (status drain.Status, hold bool)
+	// Claim opens a drain on behalf of another replica, without waiting for it. crowded is why that
+	// replica's call may not wait either.
+	Claim(request coordinator.Request) (status drain.Status, crowded error)
 	Standings
 	// Draining returns how many of pods are being drained, not counting those that are queued.
 	Draining(pods []drain.UID) int
@@ -119,6 +119,8 @@ type subject struct {
 	// this replica decides.
 	place drain.Place
 	turn  coordinator.Turn
+	// controller: a workload controller of Kubernetes calls.
+	controller bool
 	// role is opener or witness. Empty: this replica has not asked.
 	role string
 	// unlisted: no EndpointSlice lists the pod, and the targets are the Services that select it.
@@ -141,6 +143,9 @@ func (s subject) request() coordinator.Request {
 	r.Place.Evicted = s.evicted
 	if owner := metav1.GetControllerOf(s.pod); owner != nil {
 		r.Owner = owner.Kind + "/" + string(owner.UID)
+		if s.controller {
+			r.Controller = owner.Kind
+		}
 	}
 	return r
 }
@@ -157,7 +162,7 @@ func (c *Cluster) gather(ctx context.Context, now time.Time, q *request) (Facts,
 
 		NamespaceTerminating: q.collection && q.username == "system:serviceaccount:kube-system:namespace-controller",
 	}
-	s := subject{pod: q.pod, evicted: q.operation == Evict}
+	s := subject{pod: q.pod, evicted: q.operation == Evict, controller: q.controller}
 	if f.Cold {
 		// A cache that has not synced would wait for it.
 		var own map[string]string

@@ -17,6 +17,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/ptr"
 
+	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
@@ -139,7 +140,8 @@ func (h *Handler) Claim(ctx context.Context, claim wire.Claim) wire.Claimed {
 
 // ClaimAt is Claim at a time.
 func (h *Handler) ClaimAt(ctx context.Context, now time.Time, claim wire.Claim) wire.Claimed {
-	q := &request{operation: Operation(claim.Operation), namespace: claim.Pod.Namespace, name: claim.Pod.Name}
+	q := &request{operation: Operation(claim.Operation), namespace: claim.Pod.Namespace, name: claim.Pod.Name,
+		controller: claim.Controller}
 	q.preconditions.UID = ptr.To(types.UID(claim.Pod.UID))
 	facts, s, err := h.Cluster.gather(ctx, now, q)
 	if err != nil || s.pod == nil || drain.UID(s.pod.UID) != claim.Pod.UID {
@@ -156,9 +158,12 @@ func (h *Handler) ClaimAt(ctx context.Context, now time.Time, claim wire.Claim) 
 	case v.Action != Drain:
 		return wire.Claimed{}
 	}
-	status, hold := h.Cluster.Ledger.Claim(s.request())
+	status, crowded := h.Cluster.Ledger.Claim(s.request())
+	if errors.Is(crowded, coordinator.ErrTooManyOwners) {
+		return wire.Claimed{Verdict: wire.VerdictDeny, Reason: string(TooManyOwners), Message: ownersMessage(s)}
+	}
 	return wire.Claimed{
-		Verdict: wire.VerdictDrain, Queued: h.Cluster.Ledger.Pod(claim.Pod.UID).Queued, Hold: hold,
+		Verdict: wire.VerdictDrain, Queued: h.Cluster.Ledger.Pod(claim.Pod.UID).Queued, Hold: crowded == nil,
 		ElapsedMillis: now.Sub(status.Since).Milliseconds(),
 	}
 }

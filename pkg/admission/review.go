@@ -40,6 +40,8 @@ type request struct {
 	// of a DELETE before it.
 	preconditions metav1.Preconditions
 	username      string
+	// controller: a workload controller of Kubernetes calls.
+	controller bool
 	// collection: the review gives no name, so it belongs to a DELETECOLLECTION. Without an object
 	// it concerns no pod.
 	collection bool
@@ -66,8 +68,8 @@ func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 	q := &request{
 		uid: ask.UID, namespace: ask.Namespace, name: ask.Name,
 		dryRun:   ask.DryRun != nil && *ask.DryRun,
-		username: ask.UserInfo.Username,
-		timeout:  timeout,
+		username: ask.UserInfo.Username, controller: isController(ask.UserInfo.Username),
+		timeout: timeout,
 	}
 	switch what := ask.what(); {
 	case what == "/pods/" && ask.Operation == admissionv1.Delete:
@@ -136,6 +138,18 @@ func readBody(w http.ResponseWriter, r *http.Request) ([]byte, error) {
 		return nil, bad("read the review: %v", err)
 	}
 	return body.Bytes(), nil
+}
+
+// isController reports whether a user is a workload controller of kube-controller-manager
+// (cmd/kube-controller-manager/app). Each has a name of its own there, unless
+// --use-service-account-credentials is not set.
+func isController(username string) bool {
+	switch strings.TrimPrefix(username, "system:serviceaccount:kube-system:") {
+	case "replicaset-controller", "daemon-set-controller", "statefulset-controller", "job-controller",
+		"replication-controller", "system:kube-controller-manager":
+		return true
+	}
+	return false
 }
 
 func (q *request) readDelete(ask *asked[policyv1.Eviction]) error {

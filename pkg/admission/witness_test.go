@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
@@ -250,5 +251,59 @@ func TestADrainBeginsWithTheServicesAfterTheClaim(t *testing.T) {
 	w.ask(deletion(w.a))
 	if got := w.ledger.requests[0].Targets; len(got) != 2 {
 		t.Errorf("the drain begins with %v", got)
+	}
+}
+
+// The opener counts for how many owners a controller is held. Without Retry-After the controller's
+// worker is free; a witness that sent one would keep it.
+func TestAControllerThatIsHeldForOtherOwners(t *testing.T) {
+	w := newWorld(t)
+	w.status(drain.Unrouting, drain.ReasonNone, time.Second, false, coordinator.ErrTooManyOwners)
+	w.a.OwnerReferences = []metav1.OwnerReference{{Kind: "ReplicaSet", UID: "set", Controller: new(true)}}
+	q := w.deleteA()
+	q.username, q.controller = "system:serviceaccount:kube-system:replicaset-controller", true
+	o, _ := w.decide(t.Context(), time.Now(), q)
+	if o.Allowed || o.Reason != "TooManyOwners" || o.RetryAfter != 0 ||
+		!strings.Contains(o.Message, "3 other ReplicaSets") {
+		t.Errorf("%+v", o)
+	}
+	if got := w.ledger.requests[0].Controller; got != "ReplicaSet" {
+		t.Errorf("the controller %q calls", got)
+	}
+	claim := wire.Claim{Operation: "delete", Controller: true,
+		Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}}
+	claimed := w.Claim(t.Context(), claim)
+	if claimed.Verdict != wire.VerdictDeny || claimed.Reason != "TooManyOwners" {
+		t.Errorf("the opener answers a claim with %+v", claimed)
+	}
+	others := &replicas{claimed: []wire.Claimed{claimed}}
+	w.Others = others
+	before := len(w.ledger.calls)
+	o, _ = w.decide(t.Context(), time.Now(), q)
+	if o.Allowed || o.Reason != "TooManyOwners" || o.RetryAfter != 0 || len(w.ledger.calls) != before {
+		t.Errorf("the witness: %+v, %v", o, w.ledger.calls[before:])
+	}
+	if !others.claims[0].Controller {
+		t.Error("the claim does not say that a controller calls")
+	}
+}
+
+// The names are those of Kubernetes 1.36.3 (cmd/kube-controller-manager/app).
+func TestIsController(t *testing.T) {
+	for username, want := range map[string]bool{
+		"system:serviceaccount:kube-system:replicaset-controller":     true,
+		"system:serviceaccount:kube-system:daemon-set-controller":     true,
+		"system:serviceaccount:kube-system:statefulset-controller":    true,
+		"system:serviceaccount:kube-system:job-controller":            true,
+		"system:serviceaccount:kube-system:replication-controller":    true,
+		"system:kube-controller-manager":                              true, // without accounts of their own
+		"system:serviceaccount:kube-system:generic-garbage-collector": false,
+		"system:serviceaccount:shop:replicaset-controller":            false,
+		"system:serviceaccount:kube-system:":                          false,
+		"":                                                            false,
+	} {
+		if got := isController(username); got != want {
+			t.Errorf("%q: %t, want %t", username, got, want)
+		}
 	}
 }

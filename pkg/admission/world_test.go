@@ -155,15 +155,15 @@ func (l *ledger) Observe(r coordinator.Request, targets []netip.AddrPort, young 
 	l.note(fmt.Sprint("observe ", targets, " young for ", young.Round(time.Second)), r)
 }
 
-func (l *ledger) Claim(r coordinator.Request) (drain.Status, bool) {
+func (l *ledger) Claim(r coordinator.Request) (drain.Status, error) {
 	l.note("claim", r)
 	l.mu.Lock()
 	if _, is := l.draining[r.Pod.UID]; !is {
 		l.draining[r.Pod.UID] = time.Now()
 	}
 	l.mu.Unlock()
-	status, held, _ := l.answer(time.Now())
-	return status, held
+	status, _, err := l.answer(time.Now())
+	return status, err
 }
 
 func (l *ledger) ReliedOn(drain.UID) bool { return l.relied }

@@ -97,17 +97,19 @@ func (l noted) Observe(request coordinator.Request, targets []netip.AddrPort, yo
 }
 
 // Claim implements [admission.Ledger].
-func (l noted) Claim(request coordinator.Request) (drain.Status, bool) {
+func (l noted) Claim(request coordinator.Request) (drain.Status, error) {
 	if l.evicts {
 		l.checkBudget(l.w.api.find(request.Pod.UID))
 	}
-	s, hold := l.core.Claim(l.now(), request)
-	l.opened(request, s, false)
+	s, crowded := l.core.Claim(l.now(), request)
+	if s.Phase != drain.PhaseUnknown { // else the owner is refused
+		l.opened(request, s, false)
+	}
 	l.answered[request.Pod.UID] = l.w.at
 	if is := l.calls[request.Pod.UID]; is != nil {
 		is.brokenOff, is.deleted = false, is.deleted || !l.evicts
 	}
-	return s, hold
+	return s, crowded
 }
 
 // Decided implements [admission.Ledger].
@@ -147,7 +149,7 @@ func (c *coord) admit(x *call) {
 		grace = new(int64(hastyGrace / time.Second))
 	}
 	c.evicts = x.caller.evict
-	x.Call = c.handler.Review(x.ctx, c.now(), x.caller.operation(), p.drainPod(), old, grace, x.timeout)
+	x.Call = c.handler.Review(x.ctx, c.now(), x.caller.operation(), p.drainPod(), old, grace, x.timeout, x.caller.ctrl)
 	c.walk(x)
 }
 
@@ -220,7 +222,9 @@ func (c *coord) drain(x *call) {
 		_, x.services, _ = c.services(x.caller.p)
 	}
 	x.changed, x.hold = nil, c.core.Hold(c.now(), request, x.Until)
-	c.opened(request, x.hold.Status, false)
+	if x.hold.Status.Phase != drain.PhaseUnknown { // else the owner is refused
+		c.opened(request, x.hold.Status, false)
+	}
 	if is := c.calls[x.caller.p.uid]; is != nil {
 		is.deleted = is.deleted || !x.caller.evict
 	}
@@ -229,6 +233,7 @@ func (c *coord) drain(x *call) {
 		x.hold.GiveUp(c.now(), x.ctx.Err())
 	}
 	c.holds = append(c.holds, x)
+	c.checkHeldOwners()
 	c.sleep(x)
 }
 
@@ -291,6 +296,9 @@ func (c *coord) reply(x *call) {
 	w, p, s := c.w, x.caller.p, x.Status
 	if x.hold != nil && p.observed() {
 		w.fail(checkMode, "%s holds the deletion of %s, whose mode is observe", c.name, p.uid)
+	}
+	if x.Reason == string(admission.TooManyOwners) {
+		p.crowded++
 	}
 	v := verdict{allowed: x.Allowed, retryAfter: x.RetryAfter}
 	switch waited := x.hold != nil && x.Err == nil; {

@@ -22,6 +22,11 @@ import (
 
 // pod is one pod, in the API server and on its node.
 type pod struct {
+	// daemon: it belongs to a DaemonSet, which has no other pods. crowded counts the answers that
+	// its controller is held for others.
+	daemon  bool
+	crowded int
+
 	uid      drain.UID
 	addr     netip.AddrPort
 	services []int
@@ -217,7 +222,8 @@ func (a *api) log(format string, args ...any) { a.w.logf("api", format, args...)
 // create makes a pod in some Services.
 func (a *api) create(services []int) {
 	a.born++
-	p := &pod{uid: drain.UID(fmt.Sprintf("pod-%d", a.born)), services: services, born: a.w.at}
+	p := &pod{uid: drain.UID(fmt.Sprintf("pod-%d", a.born)), services: services, born: a.w.at,
+		daemon: a.w.seed%3 == 1}
 	if len(a.free) > 0 && a.w.chance(500) {
 		// The address of a pod that has just stopped.
 		p.addr, a.free = a.free[len(a.free)-1], a.free[:len(a.free)-1]

@@ -66,6 +66,9 @@ func (p *pod) object(v podView) *corev1.Pod {
 	}
 	object.OwnerReferences = []metav1.OwnerReference{{Kind: "ReplicaSet", Name: owner, UID: types.UID(owner),
 		Controller: new(true)}}
+	if p.daemon {
+		object.OwnerReferences[0].Kind, object.OwnerReferences[0].UID = "DaemonSet", types.UID("owner-"+of.UID)
+	}
 	for _, i := range p.services {
 		metav1.SetMetaDataLabel(&object.ObjectMeta, service(i).Name, "true")
 	}

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/agent/client"
+	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/health"
@@ -35,6 +36,8 @@ const (
 	checkNoAgent = "no-agent"
 	// checkDeadline: a deletion is denied beyond the deadline of its drain.
 	checkDeadline = "deadline"
+	// checkOwners: a controller waits for more owners than it may.
+	checkOwners = "owners"
 	// checkClockName: a drain's clock is younger than this replica knew, or another one has said.
 	checkClockName = "clock"
 	// checkEarly: a drain was abandoned before its time.
@@ -440,6 +443,24 @@ func (c *coord) checkDeny(h *call, s drain.Status) {
 	frozen := c.frozen > 0 && start.Add(c.frozen).After(h.began)
 	if begun, ok := c.begun[uid]; ok && w.at-begun > w.times.Deadline+10*time.Millisecond && !frozen {
 		w.fail(checkDeadline, "%s denies the deletion of %s %s after its drain began", c.name, uid, w.at-begun)
+	}
+}
+
+// checkHeldOwners checks for how many owners the calls of a controller wait, as this replica has
+// decided. One that was refused often may wait beside others.
+func (c *coord) checkHeldOwners() {
+	most, held := coordinator.OwnersHeld["DaemonSet"], map[drain.UID]bool{}
+	for _, x := range c.holds {
+		r := x.Request()
+		if r.Controller != "DaemonSet" || r.Turn != coordinator.TurnJudged || x.hold.Over {
+			continue
+		}
+		if held[r.Pod.UID] = true; x.caller.p.crowded >= 12 {
+			most++
+		}
+	}
+	if len(held) > most {
+		c.w.fail(checkOwners, "%s holds the calls of a controller for %d owners", c.name, len(held))
 	}
 }
 

@@ -25,6 +25,8 @@ type Claim struct {
 	// ElapsedMillis is how long the drain of the pod has run on the replica that asks, or has run
 	// there before it was abandoned. 0: it has had none.
 	ElapsedMillis int64 `json:"elapsedMillis,omitempty"`
+	// Controller: a workload controller of Kubernetes deletes the pod.
+	Controller bool `json:"controller,omitempty"`
 	// OnlyAsked asks for Claimed.AskedMillis alone and changes nothing.
 	OnlyAsked bool `json:"onlyAsked,omitempty"`
 }
