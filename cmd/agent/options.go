@@ -12,6 +12,8 @@ import (
 	"os"
 	"time"
 
+	"k8s.io/apimachinery/pkg/util/validation"
+
 	"github.com/lameduck-io/lameduck/internal/agent/discovery"
 	"github.com/lameduck-io/lameduck/internal/agent/kinds"
 	"github.com/lameduck-io/lameduck/internal/cli"
@@ -75,7 +77,7 @@ type file struct {
 	// EndpointsLag delays every change of EndpointSlices after the first list on its way to a
 	// directed gateway. It simulates a slow control plane, for demonstrations and tests. Exclusions
 	// are not delayed.
-	EndpointsLag duration `json:"endpointsLag,omitempty"`
+	EndpointsLag duration `json:"endpointsLag,omitempty" range:"1ms..1h"`
 	// StateDir is a folder in which the agent keeps its exclusions, so that it has them when it
 	// starts again. The folder must outlive the container, and no other agent may use it. Empty:
 	// the folder of gateway.haproxy.serversFile, which then must outlive the container; with other
@@ -83,14 +85,14 @@ type file struct {
 	StateDir string `json:"stateDir,omitempty"`
 	// HealthTimeout is how long a change may wait for a directed gateway before /livez and /healthz
 	// fail. 0: 1 minute.
-	HealthTimeout duration `json:"healthTimeout,omitempty"`
+	HealthTimeout duration `json:"healthTimeout,omitempty" range:"1s..1h"`
 }
 
 // healthFile configures the health checks of targets.
 type healthFile struct {
 	// MinHealthyPercent is the percentage of a pool's routable targets that must be healthy. If
 	// fewer are, all of them get traffic. 0: 50.
-	MinHealthyPercent int `json:"minHealthyPercent,omitempty"`
+	MinHealthyPercent int `json:"minHealthyPercent,omitempty" range:"1..100"`
 	// IgnoreAnnotations: use only the checks in this file, and do not read the annotation
 	// lameduck.io/health-check of Services. Set it if tenants may annotate Services but must not
 	// choose what the agent probes.
@@ -204,7 +206,7 @@ func (f file) print(path string, getenv func(string) string, out io.Writer) erro
 	if err := config.Read(content, getenv, &f); err != nil {
 		return fmt.Errorf("%w: --config %q: %w", cli.ErrUsage, path, err)
 	}
-	if err := errors.Join(f.unread()...); err != nil {
+	if err := errors.Join(config.Unread(f)...); err != nil {
 		return fmt.Errorf("%w: --config %q: %w", cli.ErrUsage, path, err)
 	}
 	f.APIVersion, f.Kind = apiVersion, kind
@@ -218,17 +220,6 @@ func (f file) print(path string, getenv func(string) string, out io.Writer) erro
 	return cli.ErrPrinted
 }
 
-// unread returns why durations cannot be read, each with its key.
-func (f *file) unread() (errs []error) {
-	if err := f.EndpointsLag.Err; err != nil {
-		errs = append(errs, fmt.Errorf("endpointsLag: %w", err))
-	}
-	if err := f.HealthTimeout.Err; err != nil {
-		errs = append(errs, fmt.Errorf("healthTimeout: %w", err))
-	}
-	return errs
-}
-
 // check returns the kind of gateway. Its error names all invalid values, not only the first.
 func (f *file) check() (gateway.Kind, error) {
 	var errs []error
@@ -239,13 +230,7 @@ func (f *file) check() (gateway.Kind, error) {
 	}
 	must(f.APIVersion == apiVersion, "apiVersion %q: must be %q", f.APIVersion, apiVersion)
 	must(f.Kind == kind, "kind %q: must be %q", f.Kind, kind)
-	errs = append(errs, f.unread()...)
-	must(f.EndpointsLag.Duration >= 0, "endpointsLag %q: must not be negative", f.EndpointsLag)
-	must(f.HealthTimeout.Duration >= 0, "healthTimeout %q: must not be negative", f.HealthTimeout)
-	if f.Health != nil {
-		percent := f.Health.MinHealthyPercent
-		must(percent >= 0 && percent <= 100, "health.minHealthyPercent %d: must be 0 to 100", percent)
-	}
+	config.CheckRanges(f, must)
 	if f.Coordinators != nil {
 		f.Coordinators.Check(must)
 	}
@@ -288,6 +273,8 @@ func (f *file) check() (gateway.Kind, error) {
 		at := "gateway." + key + "." + r.Key
 		_, _, err := gateway.ParseService(r.Service)
 		must(err == nil, "%s.service %q: must be namespace/name", at, r.Service)
+		must(r.Port == "" || len(validation.IsDNS1123Label(r.Port)) == 0, "%s.port %q: not the name of a port", at,
+			r.Port)
 		_, err = health.ParseCheck(r.HealthCheck)
 		must(err == nil, "%s.healthCheck: %w", at, err)
 		must(owns || r.HealthCheck == "", "%s.healthCheck: the agent does not own the pools of gateway.%s", at, key)

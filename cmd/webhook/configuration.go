@@ -42,12 +42,12 @@ type configuration struct {
 	// addition to the coordinators' own. Pods there that have a hook still wait at the barrier.
 	// Exclude them in the webhook configuration as well, so that the API server does not ask about
 	// them.
-	ExcludedNamespaces []string `json:"excludedNamespaces"`
+	ExcludedNamespaces []string `json:"excludedNamespaces" jsonschema:"pattern=^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"`
 	// Certificates configures the source of the certificate and of the secret in the webhook's
 	// path.
 	Certificates credentials `json:"certificates"`
 	// LogLevel is debug, info, warn or error.
-	LogLevel slog.Level `json:"logLevel"`
+	LogLevel slog.Level `json:"logLevel" jsonschema:"pattern=^(debug|info|warn|error|DEBUG|INFO|WARN|ERROR)$"`
 }
 
 type addresses struct {
@@ -61,34 +61,35 @@ type addresses struct {
 	Probes string `json:"probes"`
 	// Dashboard is host:port of the live page and its API: plain and open on a loopback address, as
 	// behind kubectl port-forward, else with TLS and bearer tokens. Empty: not served.
-	Dashboard string `json:"dashboard"`
+	Dashboard string `json:"dashboard" jsonschema:"pattern=^(.*:[0-9]+)?$"`
 }
 
 // times are the fields of [drain.Times] that operators may choose.
 type times struct {
-	// Webhook is timeoutSeconds of the webhook configuration. It must be more than hold + 1.5 s.
-	Webhook config.Duration `json:"webhook"`
+	// Webhook is timeoutSeconds of the webhook configuration, in whole seconds. It must be more
+	// than hold + 1.5 s.
+	Webhook config.Duration `json:"webhook" range:"2s..30s"`
 	// Hold is how long one call waits at most.
-	Hold config.Duration `json:"hold"`
+	Hold config.Duration `json:"hold" range:"100ms..28s"`
 	// Deadline is the longest time that a deletion waits. When it is reached, the deletion
 	// continues, and a warning names the gateways that have not acknowledged.
-	Deadline config.Duration `json:"deadline"`
+	Deadline config.Duration `json:"deadline" range:"100ms..10m"`
 	// IdleBound is how long a drain waits for running requests once gateways send no new ones to
 	// the pod.
-	IdleBound config.Duration `json:"idleBound"`
+	IdleBound config.Duration `json:"idleBound" range:"100ms..10m"`
 	// ShutdownDelay is how long after SIGTERM this replica still answers admission reviews, because
 	// Services route to it until then. Reviews that are held are left to another replica that was
 	// asked as well, or else denied, so that the caller tries again.
-	ShutdownDelay config.Duration `json:"shutdownDelay"`
+	ShutdownDelay config.Duration `json:"shutdownDelay" range:"0s..1m"`
 }
 
 // holds are bounds within one replica.
 type holds struct {
 	// Most is how many calls may wait simultaneously. Further calls get a denial with a retry.
-	Most int `json:"most" jsonschema:"minimum=1"`
+	Most int `json:"most" range:"1..10000"`
 	// PerOwner is how many of these may be for pods of one owner, such as a ReplicaSet, so that one
 	// rollout cannot use all holds.
-	PerOwner int `json:"perOwner" jsonschema:"minimum=1"`
+	PerOwner int `json:"perOwner" range:"1..10000"`
 }
 
 // barrier configures the hook that new pods get, and which agents must acknowledge at the barrier.
@@ -96,15 +97,16 @@ type barrier struct {
 	// Bound is how long a pod's barrier may keep it from SIGTERM, in whole seconds, unless the
 	// annotation lameduck.io/barrier-bound of a Service or namespace states another bound. The
 	// pod's grace period grows by it.
-	Bound config.Duration `json:"bound"`
-	// Port is the port of the node agents, on the loopback address and on the node's address.
-	Port int `json:"port" jsonschema:"minimum=1,maximum=65535"`
+	Bound config.Duration `json:"bound" range:"1s..10m"`
+	// Port is the port of the node agents, on the loopback address and on the node's address. 10248
+	// to 10259 are those of the kubelet, kube-proxy and the control plane.
+	Port int `json:"port" range:"1..65535"`
 	// Image is a container image that contains /lameduck-wait, for pods whose hook cannot be an
 	// httpGet. Its user must be a number other than 0.
-	Image string `json:"image"`
+	Image string `json:"image" jsonschema:"pattern=^([a-zA-Z0-9.:-]+/)?[a-z0-9][a-z0-9._/-]*(:[a-zA-Z0-9_][a-zA-Z0-9_.-]*)?(@sha256:[0-9a-f]{64})?$"`
 	// ImagePullSecrets are names of Secrets to pull that image with. They must be in each namespace
 	// with such pods.
-	ImagePullSecrets []string `json:"imagePullSecrets"`
+	ImagePullSecrets []string `json:"imagePullSecrets" jsonschema:"pattern=^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"`
 	// Ask selects the node agents that are asked: all, quorum, local (only the pod's own node), or
 	// auto. quorum asks a sample, and waits for the other agents by the times that agents were seen
 	// to take. auto asks all agents up to sampling.allUpTo of them, and above that a sample.
@@ -118,13 +120,14 @@ type barrier struct {
 
 type sampling struct {
 	// AllUpTo is the largest number of node agents for which auto asks all of them.
-	AllUpTo int `json:"allUpTo" jsonschema:"minimum=1"`
+	AllUpTo int `json:"allUpTo" range:"1..100000"`
 	// Size is how many agents a sample has. The agent of the pod's own node is one of these, or is
 	// asked in addition.
-	Size int `json:"size" jsonschema:"minimum=1"`
+	Size int `json:"size" range:"1..100000"`
 	// LearnFrom is how many times a replica must have measured before it can estimate how long
-	// agents take that it does not ask. Until then it asks all.
-	LearnFrom int `json:"learnFrom" jsonschema:"minimum=1,maximum=9000"`
+	// agents take that it does not ask. Until then it asks all. A replica halves its recorded times
+	// when it has 20,000, so with more than 9000 it would at times have too few.
+	LearnFrom int `json:"learnFrom" range:"1..9000"`
 }
 
 // credentials configure the source of the certificate and of the secret.
@@ -149,14 +152,15 @@ type credentials struct {
 	WebhookConfiguration string `json:"webhookConfiguration"`
 	// Names are further DNS names and IP addresses for the certificate, in addition to the Services
 	// of the namespace.
-	Names []string `json:"names"`
+	Names []string `json:"names" jsonschema:"pattern=^[a-z0-9:.][-a-z0-9:.]*$"`
 	// RotateEvery is the age at which a certificate, its CA and the secret are replaced. They are
 	// valid for three times as long.
-	RotateEvery config.Duration `json:"rotateEvery"`
+	RotateEvery config.Duration `json:"rotateEvery" range:"1h..87600h"`
 	// Overlap is how long the next CA and secret are published before they are used, and how long
 	// the former ones are still accepted afterwards. It must be longer than a replica or an agent
-	// may be disconnected from the API server.
-	Overlap config.Duration `json:"overlap"`
+	// may be disconnected from the API server. An agent that reads the CA from a file (caFile)
+	// needs 5m, because kubelets take up to 90 s to update it.
+	Overlap config.Duration `json:"overlap" range:"3s..24h"`
 }
 
 // defaults returns the values for everything that neither file nor flags set.
@@ -184,23 +188,5 @@ func defaults() configuration {
 			Secret: "lameduck-certificates", ConfigMap: "lameduck-ca", WebhookConfiguration: "lameduck",
 			Names: []string{}, RotateEvery: d(30 * 24 * time.Hour), Overlap: d(time.Hour),
 		},
-	}
-}
-
-// checkRead validates the file before it is converted to options.
-func (c configuration) checkRead(must func(ok bool, format string, args ...any)) {
-	must(c.APIVersion == config.APIVersion, "apiVersion %q: must be %q", c.APIVersion, config.APIVersion)
-	must(c.Kind == kind, "kind %q: must be %q", c.Kind, kind)
-	for _, of := range []struct {
-		key   string
-		value config.Duration
-	}{
-		{"times.webhook", c.Times.Webhook}, {"times.hold", c.Times.Hold}, {"times.deadline", c.Times.Deadline},
-		{"times.idleBound", c.Times.IdleBound},
-		{"barrier.bound", c.Barrier.Bound},
-		{"times.shutdownDelay", c.Times.ShutdownDelay}, {"certificates.rotateEvery", c.Certificates.RotateEvery},
-		{"certificates.overlap", c.Certificates.Overlap},
-	} {
-		must(of.value.Err == nil, "%s: %w", of.key, of.value.Err)
 	}
 }

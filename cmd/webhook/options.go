@@ -25,11 +25,6 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// maxLearnFrom bounds barrier.sampling.learnFrom. A replica halves its recorded times when it has
-// 20,000, so it always has this many after the first halving. With a higher bound it would
-// sometimes or always have too few for samples.
-const maxLearnFrom = 9000
-
 type options struct {
 	kubeconfig string
 	namespace  string
@@ -113,15 +108,6 @@ func parse(args []string, getenv func(string) string, out io.Writer) (options, e
 		if err := config.Read(content, getenv, &o.configuration); err != nil {
 			return o, fmt.Errorf("%w: --config %q: %w", errUsage, *path, err)
 		}
-		var errs []error
-		o.checkRead(func(ok bool, format string, args ...any) {
-			if !ok {
-				errs = append(errs, fmt.Errorf(format, args...))
-			}
-		})
-		if len(errs) > 0 {
-			return o, fmt.Errorf("%w: --config %q: %w", errUsage, *path, errors.Join(errs...))
-		}
 		// The flags are parsed again, so that they override the file.
 		f, _, _ = flags(&o, getenv)
 		if err := cli.Parse(f, args, "", out); err != nil {
@@ -129,6 +115,9 @@ func parse(args []string, getenv func(string) string, out io.Writer) (options, e
 		}
 	}
 	if *print {
+		if err := errors.Join(config.Unread(o.configuration)...); err != nil {
+			return o, fmt.Errorf("%w: --config %q: %w", errUsage, *path, err)
+		}
 		text, err := config.Print(o.configuration)
 		if err != nil {
 			return o, err
@@ -152,6 +141,13 @@ func (b barrier) hook() admission.HookOptions {
 		ExecOnly: b.ExecOnly}
 }
 
+// sameSocket reports whether a program cannot listen at both addresses. An empty host is every one.
+func sameSocket(a, b string) bool {
+	host, port, _ := net.SplitHostPort(a)
+	otherHost, otherPort, _ := net.SplitHostPort(b)
+	return port == otherPort && port != "0" && (host == otherHost || host == "" || otherHost == "")
+}
+
 // check returns an error that names all invalid values, not only the first.
 func (o options) check() error {
 	var errs []error
@@ -160,21 +156,30 @@ func (o options) check() error {
 			errs = append(errs, fmt.Errorf(format, args...))
 		}
 	}
+	must(o.APIVersion == config.APIVersion, "apiVersion %q: must be %q", o.APIVersion, config.APIVersion)
+	must(o.Kind == kind, "kind %q: must be %q", o.Kind, kind)
+	config.CheckRanges(o.configuration, must)
+	must(o.Times.Webhook.Duration%time.Second == 0, "times.webhook %s: must be whole seconds", o.Times.Webhook)
 	must(o.namespace != "", "--namespace %q: required, or set POD_NAMESPACE", o.namespace)
 	must(o.namespace == "" || len(validation.IsDNS1123Label(o.namespace)) == 0,
 		"--namespace %q: not a namespace's name", o.namespace)
 	must(o.ordinal >= 0, "--ordinal %d: must not be negative", o.ordinal)
 	must(o.replica != "", "--replica %q: required, or set POD_NAME", o.replica)
-	for _, a := range []struct{ flag, value string }{
+	addresses := []struct{ flag, value string }{
 		{"--admission-address", o.Addresses.Admission}, {"--agents-address", o.Addresses.Agents},
 		{"--metrics-address", o.Addresses.Metrics}, {"--probes-address", o.Addresses.Probes},
 		{"--dashboard-address", o.Addresses.Dashboard},
-	} {
+	}
+	for i, a := range addresses {
 		if a.value == "" && a.flag == "--dashboard-address" {
 			continue // it is not served
 		}
 		_, err := net.ResolveTCPAddr("tcp", a.value)
 		must(err == nil && strings.Contains(a.value, ":"), "%s %q: not a host:port: %v", a.flag, a.value, err)
+		for _, other := range addresses[:i] {
+			must(err != nil || !sameSocket(a.value, other.value), "%s %q: %s %q has this port", a.flag, a.value,
+				other.flag, other.value)
+		}
 	}
 	if dir := o.Certificates.Dir; dir != "" {
 		for _, name := range []string{"tls.crt", "tls.key"} {
@@ -202,7 +207,6 @@ func (o options) check() error {
 		must(err == nil || len(validation.IsDNS1123Subdomain(name)) == 0,
 			"certificates.names[%d] %q: neither a DNS name nor an address", i, name)
 	}
-	must(o.Certificates.Overlap.Duration > 0, "certificates.overlap %s: must be positive", o.Certificates.Overlap)
 	must(o.Certificates.RotateEvery.Duration >= 3*o.Certificates.Overlap.Duration,
 		"certificates.rotateEvery %s: must be at least three times certificates.overlap %s",
 		o.Certificates.RotateEvery, o.Certificates.Overlap)
@@ -210,19 +214,6 @@ func (o options) check() error {
 		_, err := os.Stat(o.kubeconfig)
 		must(err == nil, "--kubeconfig %q: %v", o.kubeconfig, err)
 	}
-	delay := o.Times.ShutdownDelay.Duration
-	must(delay >= 0 && delay <= time.Minute, "--shutdown-delay %s: must be 0s to 1m", delay)
-	sample := o.Barrier.Sampling
-	for _, of := range []struct {
-		key   string
-		value int
-	}{{"allUpTo", sample.AllUpTo}, {"size", sample.Size}, {"learnFrom", sample.LearnFrom}} {
-		must(of.value > 0, "barrier.sampling.%s %d: must be at least 1", of.key, of.value)
-	}
-	must(sample.LearnFrom <= maxLearnFrom, "barrier.sampling.learnFrom %d: must be at most %d: a replica forgets "+
-		"what is older", sample.LearnFrom, maxLearnFrom)
-	must(o.Holds.Most > 0, "holds.most %d: must be at least 1", o.Holds.Most)
-	must(o.Holds.PerOwner > 0, "holds.perOwner %d: must be at least 1", o.Holds.PerOwner)
 	must(o.Mode == keys.Enforce || o.Mode == keys.Observe, "mode %q: must be enforce or observe; \"off\" is for the "+
 		"label "+keys.Mode+" of a namespace or pod", o.Mode)
 	for _, name := range o.ExcludedNamespaces {

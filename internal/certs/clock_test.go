@@ -1,6 +1,8 @@
 package certs
 
 import (
+	"encoding/json"
+	"strings"
 	"testing"
 	"time"
 )
@@ -62,27 +64,58 @@ func TestASetThatIsNotValidYetIsReplaced(t *testing.T) {
 	}
 }
 
-// The step of a set is complete at a time that lies ahead, written by a replica whose clock is: the
-// others do not wait for that time.
-func TestATimeToComeDoesNotDelayASet(t *testing.T) {
-	now := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
-	current, err := newSet(now, names, times)
-	if err != nil {
-		t.Fatal(err)
-	}
-	next, err := newSet(now, names, times)
-	if err != nil {
-		t.Fatal(err)
-	}
-	next.Known = now.Add(400 * time.Hour)
-	state := State{Current: current, Next: next}
-	for range 2 {
-		if state, _, err = state.step(now, true, "", names, times); err != nil {
+// Two replicas look at the same Secret each minute, and the clock of one is wrong by more than the
+// overlap. Each measures the overlap from its own first look, so it neither ends early nor lasts
+// longer.
+func TestAWrongClockDoesNotChangeTheOverlap(t *testing.T) {
+	for _, skew := range []time.Duration{-400 * time.Hour, -2 * time.Hour, 2 * time.Hour} {
+		began := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
+		stored, _, err := State{}.step(began, true, "", names, times)
+		if err != nil {
 			t.Fatal(err)
 		}
-		now = now.Add(times.Overlap)
+		var next string
+		var last [2]State
+		var made, current, over time.Time
+		for now := began; over.IsZero() && now.Before(began.Add(10*time.Hour)); now = now.Add(time.Minute) {
+			for replica, clock := range []time.Time{now, now.Add(skew)} {
+				text, err := json.Marshal(stored)
+				if err != nil {
+					t.Fatal(err)
+				}
+				var state State
+				if err := json.Unmarshal(text, &state); err != nil {
+					t.Fatal(err)
+				}
+				state.recall(last[replica])
+				if stored, _, err = state.step(clock, true, "1", names, times); err != nil {
+					t.Fatal(err)
+				}
+				last[replica] = stored
+			}
+			switch {
+			case stored.Next != nil && next == "":
+				next, made = stored.Next.Secret, now
+			case stored.Current.Secret == next && current.IsZero():
+				current = now
+			case !current.IsZero() && stored.Former == nil:
+				over = now
+			}
+		}
+		for step, took := range map[string]time.Duration{"next": current.Sub(made), "former": over.Sub(current)} {
+			if took < times.Overlap || took > times.Overlap+2*time.Minute {
+				t.Errorf("a clock that is %s off: the step %s took %s", skew, step, took)
+			}
+		}
 	}
-	if state.Current.Secret != next.Secret {
-		t.Error("the next set waits for the clock of another replica")
+}
+
+// A set that is unusable when just made is an error: another one would be unusable too, and a
+// replica that stores each would write to the API server without end.
+func TestASetThatIsUselessIsNotStored(t *testing.T) {
+	century := Times{RotateEvery: 876000 * time.Hour, Overlap: time.Hour}
+	s, changed, err := State{}.step(time.Now(), true, "", names, century)
+	if err == nil || !strings.Contains(err.Error(), "rotateEvery 876000h") || changed || s.Current != nil {
+		t.Errorf("changed %t, %v: %+v", changed, err, s)
 	}
 }

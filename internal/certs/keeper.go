@@ -92,6 +92,8 @@ type Keeper struct {
 	entries atomic.Int64 // as Entries returns
 	// secret is the secret of the current set. A change of it is logged.
 	secret string
+	// last is the state after the last step, with since when its sets are known.
+	last State
 	// told is this replica's CA when the ConfigMap last had it. other is since when the ConfigMap
 	// has had a different one.
 	told  string
@@ -244,6 +246,7 @@ func (k *Keeper) look(ctx context.Context, now time.Time) (time.Duration, error)
 	if err != nil {
 		return 0, err
 	}
+	state.recall(k.last)
 	next, changed, err := state.step(now, known, secret.Annotations[RotateAnnotation], k.Names, k.Times)
 	if err != nil {
 		return 0, err
@@ -263,6 +266,7 @@ func (k *Keeper) look(ctx context.Context, now time.Time) (time.Duration, error)
 			return 0, fmt.Errorf("write Secret %s/%s: %w", k.Namespace, k.Secret, err)
 		}
 	}
+	k.last = next
 	if err := k.use(next); err != nil {
 		return 0, err
 	}

@@ -55,9 +55,10 @@ type Set struct {
 	Secret string `json:"secret"`
 	// Made is when the set was made, by the clock of the replica that made it.
 	Made time.Time `json:"made"`
-	// Known is since when the API server has had the changes of the set's present step. Zero: it
-	// does not have them yet.
-	Known time.Time `json:"known,omitzero"`
+	// Known is since when this replica knows that the API server has the changes of the set's
+	// present step. Zero: it does not know it. It is not stored, because the clocks of replicas
+	// differ, see recall.
+	Known time.Time `json:"-"`
 }
 
 // State is the content of the Secret. The zero value has no sets.
@@ -92,22 +93,34 @@ func (s State) sets() []*Set {
 	return slices.DeleteFunc([]*Set{s.Current, s.Next, s.Former}, func(set *Set) bool { return set == nil })
 }
 
-// step returns the state that follows s at now, and whether it differs. known: the API server had
-// all changes of s when it was read. asked is the present value of [RotateAnnotation]. names are
-// the names that the certificate must have: one that is missing is a reason for the next set.
+// recall takes over from earlier, what this replica had at its last step, since when it has known
+// the sets of s. A replica measures an overlap from its own first look, so that a clock that is
+// ahead does not delay a step, and one that is behind does not end an overlap early.
+func (s *State) recall(earlier State) {
+	for _, pair := range [][2]*Set{{s.Next, earlier.Next}, {s.Former, earlier.Former}} {
+		if is, was := pair[0], pair[1]; is != nil && was != nil && is.Secret == was.Secret {
+			is.Known = was.Known
+		}
+	}
+}
+
+// step returns the state that follows s at now, and whether it has to be stored. known: the API
+// server had all changes of s when it was read. asked is the present value of [RotateAnnotation].
+// names are the names that the certificate must have: one that is missing is a reason for the next
+// set.
 func (s State) step(now time.Time, known bool, asked string, names []string, t Times) (State, bool, error) {
 	if s.Current == nil || !s.Current.usable(now) {
 		set, err := newSet(now, names, t)
-		return State{Current: set, Asked: asked}, true, err
+		if err != nil {
+			return s, false, err
+		}
+		return State{Current: set, Asked: asked}, true, nil
 	}
 	changed := false
 	stamp := func(set *Set) *Set {
-		// A time in the future was written by a replica whose clock is ahead. It is replaced,
-		// because it would delay the next step.
-		if set == nil || !known || !set.Known.IsZero() && !set.Known.After(now) {
+		if set == nil || !known || !set.Known.IsZero() {
 			return set
 		}
-		changed = true
 		stamped := *set
 		stamped.Known = now
 		return &stamped
@@ -229,12 +242,18 @@ func newSet(now time.Time, names []string, t Times) (*Set, error) {
 	if err != nil {
 		return nil, fmt.Errorf("encode a key: %w", err)
 	}
-	return &Set{
+	set := &Set{
 		// The API server accepts only lower case in a Service's path (validation of
 		// webhooks[].clientConfig.service.path).
 		CA: encode("CERTIFICATE", caDER), Cert: encode("CERTIFICATE", der), Key: encode("PRIVATE KEY", keyDER),
 		Secret: strings.ToLower(rand.Text()), Made: now,
-	}, nil
+	}
+	// Another one would be as useless, and writing it would call for the next.
+	if !set.usable(now) {
+		return nil, fmt.Errorf("a certificate made now is valid until %s: rotateEvery %s is wrong, or the clock",
+			until.UTC().Format(time.RFC3339), t.RotateEvery)
+	}
+	return set, nil
 }
 
 func encode(kind string, der []byte) string {

@@ -120,7 +120,7 @@ func TestTheNextSetWaitsUntilItIsKnown(t *testing.T) {
 	if step(50*time.Hour, false) || s.Current.Secret != first {
 		t.Fatal("used although it is not known")
 	}
-	if !step(0, true) || step(59*time.Minute, true) || s.Current.Secret != first {
+	if step(0, true) || step(59*time.Minute, true) || s.Current.Secret != first {
 		t.Fatal("used before the overlap is over")
 	}
 	if !step(time.Minute, true) || s.Current.Secret != second || s.Former == nil || s.Former.Key != "" ||
@@ -130,7 +130,7 @@ func TestTheNextSetWaitsUntilItIsKnown(t *testing.T) {
 	if step(50*time.Hour, false) || s.Former == nil {
 		t.Fatal("forgotten although the API server still has it")
 	}
-	if !step(0, true) || step(59*time.Minute, true) || !step(time.Minute, true) || s.Former != nil ||
+	if step(0, true) || step(59*time.Minute, true) || !step(time.Minute, true) || s.Former != nil ||
 		len(s.Secrets()) != 1 {
 		t.Fatalf("at the end: %+v", s)
 	}

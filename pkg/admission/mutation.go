@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -16,6 +17,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/validation"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/lameduck-io/lameduck/internal/keys"
@@ -28,15 +30,24 @@ const MutatePath = "/v1/mutate/"
 // namespaceTime bounds the read of the pod's namespace, which comes from a cache.
 const namespaceTime = time.Second
 
+// imageName is a reference of an image. With any other text no container of the image starts.
+var imageName = regexp.MustCompile(
+	`^([a-zA-Z0-9.:-]+/)?[a-z0-9][a-z0-9._/-]*(:[a-zA-Z0-9_][a-zA-Z0-9_.-]*)?(@sha256:[0-9a-f]{64})?$`)
+
 // Check returns an error that names an invalid option. Nil: b is valid.
 func (b HookOptions) Check() error {
 	switch {
 	case wrongBound(b.Bound) != nil:
 		return wrongBound(b.Bound)
-	case b.Port < 1 || b.Port > 65535:
-		return fmt.Errorf("port %d: must be 1 to 65535", b.Port)
-	case b.Image == "":
-		return fmt.Errorf("image %q: required", b.Image)
+	case b.Port < 1 || b.Port > 65535 || b.Port >= 10248 && b.Port <= 10259:
+		return fmt.Errorf("port %d: must be 1 to 65535, and not 10248 to 10259, which belong to Kubernetes", b.Port)
+	case !imageName.MatchString(b.Image):
+		return fmt.Errorf("image %q: must be a container image, such as registry.example/lameduck-wait:v1", b.Image)
+	}
+	for i, name := range b.PullSecrets {
+		if len(validation.IsDNS1123Subdomain(name)) > 0 {
+			return fmt.Errorf("imagePullSecrets[%d] %q: not an object's name", i, name)
+		}
 	}
 	return nil
 }

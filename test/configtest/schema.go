@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"encoding"
 	"encoding/json"
+	"fmt"
 	"go/ast"
 	"go/parser"
 	"go/token"
@@ -77,7 +78,7 @@ func Schema(t *testing.T, value any, kind string) *jsonschema.Schema {
 		Mapper: func(of reflect.Type) *jsonschema.Schema {
 			switch {
 			case of == reflect.TypeFor[config.Duration]():
-				return &jsonschema.Schema{Type: "string", Pattern: `^-?([0-9]+(\.[0-9]*)?(ns|us|µs|ms|s|m|h))+$|^0$`}
+				return &jsonschema.Schema{Type: "string", Pattern: `^([0-9]{1,6}(\.[0-9]*)?(ns|us|µs|ms|s|m|h))+$|^0$`}
 			case of == reflect.TypeFor[json.RawMessage]():
 				return &jsonschema.Schema{Type: "object"}
 			case reflect.PointerTo(of).Implements(reflect.TypeFor[encoding.TextUnmarshaler]()):
@@ -103,6 +104,7 @@ func Schema(t *testing.T, value any, kind string) *jsonschema.Schema {
 		},
 	}
 	schema := reflector.Reflect(value)
+	ranges(schema, reflect.TypeOf(value))
 	schema.Title = kind
 	for key, of := range map[string]string{"apiVersion": config.APIVersion, "kind": kind} {
 		if property, ok := schema.Properties.Get(key); ok {
@@ -122,6 +124,37 @@ func Schema(t *testing.T, value any, kind string) *jsonschema.Schema {
 	}
 	fill(schema, values)
 	return schema
+}
+
+// ranges says which values a field with a tag range may have ([config.CheckRanges]).
+func ranges(s *jsonschema.Schema, of reflect.Type) {
+	for of.Kind() == reflect.Pointer || of.Kind() == reflect.Slice {
+		if of.Kind() == reflect.Slice {
+			s = s.Items
+		}
+		of = of.Elem()
+	}
+	if s == nil || of.Kind() != reflect.Struct || s.Properties.Len() == 0 {
+		return
+	}
+	for i := range of.NumField() {
+		field := of.Field(i)
+		key, _, _ := strings.Cut(field.Tag.Get("json"), ",")
+		property, ok := s.Properties.Get(key)
+		if !ok {
+			continue
+		}
+		from, to, ok := strings.Cut(field.Tag.Get("range"), "..")
+		if ok && property.Type == "integer" {
+			property.Minimum, property.Maximum = json.Number(from), json.Number(to)
+			if strings.Contains(field.Tag.Get("json"), ",omitempty") {
+				property.Minimum = "0" // its default
+			}
+		} else if ok {
+			property.Description += fmt.Sprintf(" %s to %s.", from, to)
+		}
+		ranges(property, field.Type)
+	}
 }
 
 // fill sets the defaults of keys that have no keys themselves.

@@ -11,6 +11,7 @@ import (
 	"log/slog"
 	"maps"
 	"net/http"
+	"net/netip"
 	"net/url"
 	"os"
 	"slices"
@@ -20,6 +21,7 @@ import (
 
 	discovery "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/lameduck-io/lameduck/internal/agent/client"
@@ -62,7 +64,11 @@ func (c Config) Check(must func(ok bool, format string, args ...any)) {
 		must(err == nil && u.Hostname() != "" && a == "https://"+u.Host,
 			"coordinators.addresses[%d] %q: must be https://host:port", i, a)
 	}
-	must(c.ServerName != "", "coordinators.serverName %q: required", c.ServerName)
+	must(c.Port == "" || len(validation.IsDNS1123Label(c.Port)) == 0, "coordinators.port %q: not the name of a port",
+		c.Port)
+	_, err = netip.ParseAddr(c.ServerName)
+	must(err == nil || len(validation.IsDNS1123Subdomain(c.ServerName)) == 0,
+		"coordinators.serverName %q: required, a DNS name or an address", c.ServerName)
 	must((c.CAFile == "") != (c.CAConfigMap == ""),
 		"coordinators: exactly one of caFile %q and caConfigMap %q is needed", c.CAFile, c.CAConfigMap)
 	_, _, err = gateway.ParseService(c.CAConfigMap)

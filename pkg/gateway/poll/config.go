@@ -32,12 +32,15 @@ func (c *Config) Routes() []gateway.Route {
 	return all
 }
 
+// maxPopulation is the longest name that coordinators accept.
+const maxPopulation = 253
+
 // Check implements gateway.Kind. Only a gateway in the agent's own network namespace can be polled:
 // the address of a Service leads to any replica, and the sockets of another pod are not visible.
 func (c *Config) Check() (errs []error) {
-	if c.Population == "" || c.Population == gateway.Nodes {
+	if c.Population == "" || c.Population == gateway.Nodes || len(c.Population) > maxPopulation {
 		errs = append(errs, fmt.Errorf("population %q: must name the gateway, for example namespace/name of its "+
-			"Deployment: its replicas are asked together", c.Population))
+			"Deployment, in %d bytes at most: its replicas are asked together", c.Population, maxPopulation))
 	}
 	u, err := url.Parse(c.Admin)
 	if err != nil || u == nil {

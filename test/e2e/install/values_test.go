@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -138,7 +139,7 @@ func TestTheChartsTimes(t *testing.T) {
 	}{
 		{times("4s", "2499ms"), ""}, {times("10s", "8s"), ""},
 		{times("4s", "2500ms"), "config.times.hold"}, {times("4500ms", "2s"), "must be whole seconds"},
-		{times("4s", "0s"), "config.times.hold: 0s"},
+		{times("4s", "0s"), "config.times.hold: 0s: must be 100ms to 28s"},
 		{one("times", "deadline", "1s"), "config.times.deadline: 1s: must be at least config.times.hold (2s)"},
 		{one("times", "deadline", longest.String()), ""},
 		{one("times", "deadline", (longest + time.Millisecond).String()), "lengthen hold or shorten deadline"},
@@ -154,6 +155,55 @@ func TestTheChartsTimes(t *testing.T) {
 			err != nil && !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%v: %v, want %q", c.config, err, c.want)
 		}
+	}
+}
+
+// Helm refuses each value under config that the coordinator refuses in its file, and no other.
+func TestTheChartRefusesWhatTheCoordinatorRefuses(t *testing.T) {
+	content, err := os.ReadFile("../../../cmd/webhook/testdata/values.txt")
+	if err != nil {
+		t.Fatal(err)
+	}
+	values, err := os.ReadFile(filepath.Join(harness.ChartDir, "values.schema.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var schema struct {
+		Properties struct {
+			Config struct {
+				Properties map[string]struct{ Properties object }
+			}
+		}
+	}
+	if err := json.Unmarshal(values, &schema); err != nil {
+		t.Fatal(err)
+	}
+	tried := 0
+	for _, line := range strings.Split(strings.TrimSpace(string(content)), "\n") {
+		verdict, rest, _ := strings.Cut(line, " ")
+		key, text, _ := strings.Cut(strings.TrimSpace(rest), ": ")
+		section, name, nested := strings.Cut(key, ".")
+		of, known := schema.Properties.Config.Properties[section]
+		outer, _, _ := strings.Cut(name, ".")
+		if _, ok := of.Properties[outer]; !known || nested && !ok || strings.Contains(text, "null") || text == "5" {
+			continue // another value decides it, or Helm reads it otherwise than the coordinator
+		}
+		var value any
+		text = strings.Replace(text, "a...", strings.Repeat("a", 300), 1)
+		if err := yaml.Unmarshal([]byte(text), &value); err != nil {
+			t.Fatal(err)
+		}
+		for _, key := range slices.Backward(strings.Split(key, ".")) {
+			value = object{key: value}
+		}
+		tried++
+		_, err := charted(t, object{"barrier": object{"enabled": true}, "config": value})
+		if (err != nil) != (verdict == "refused") {
+			t.Errorf("%s: in the chart: %v", line, err)
+		}
+	}
+	if tried < 150 {
+		t.Errorf("%d values", tried)
 	}
 }
 
