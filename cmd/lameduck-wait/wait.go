@@ -23,7 +23,8 @@ const (
 	// dialTime bounds the time to connect to the agent. The agent is on the same node, so one that
 	// has not accepted by then is not running.
 	dialTime = 2 * time.Second
-	// maxAnswer bounds the part of an answer that is read, in bytes: the kubelet's bound for a body.
+	// maxAnswer bounds the part of an answer that is read, in bytes: the kubelet's bound for a
+	// body.
 	maxAnswer = 10 << 10
 	// maxRedirects is as the kubelet's.
 	maxRedirects = 10
@@ -86,7 +87,8 @@ type answer struct {
 	chunked bool
 }
 
-// get sends one GET. If dial is not 0, it bounds the time to connect, and the answer is the agent's.
+// get sends one GET. If dial is not 0, it bounds the time to connect, and the answer is the
+// agent's.
 func get(ctx context.Context, to target, headers []string, dial time.Duration) (answer, error) {
 	// The agent's address is never a DNS name, whose lookup could take longer than the rest. The
 	// container's own hook may have one.

@@ -321,8 +321,8 @@ func TestAHookWithAStatedWait(t *testing.T) {
 	}
 }
 
-// A tenant's pods whose Service states a wait of minutes keep no place here once their gateways have
-// acknowledged: the hooks of all others are taken.
+// A tenant's pods whose Service states a wait of minutes keep no place here once their gateways
+// have acknowledged: the hooks of all others are taken.
 func TestStatedWaitsKeepNoPlace(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)

@@ -40,8 +40,8 @@ func (h *history) barrierSeen(now time.Time, s drain.Status) *barrierProgress {
 	return b
 }
 
-// passed records that a barrier was answered, so that its pod may be told to stop. It reports whether
-// that is news: an agent asks again after a stated wait.
+// passed records that a barrier was answered, so that its pod may be told to stop. It reports
+// whether that is news: an agent asks again after a stated wait.
 func (h *history) passed(now time.Time, s drain.Status) (first bool) {
 	if s.Phase == drain.Closed {
 		delete(h.barriers, s.Pod.UID) // the pod was deleted before the barrier was asked for

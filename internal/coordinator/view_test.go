@@ -112,6 +112,7 @@ func TestViewHasTheModeOfGateways(t *testing.T) {
 		see(`node 1 true "beside Cilium"; one 1 false ""`)
 		node.Declare("\x1b[2Jall is well", node.Routes)
 		see(`node 1 true "?[2Jall is well"; one 1 false ""`)
+		time.Sleep(time.Second) // one agent declares once a second
 		node.Declare(wire.Beside+"Cilium", node.Routes)
 		synctest.Wait()
 		if got := fmt.Sprint(r.Beside()); got != "map[Cilium:1]" {

@@ -89,7 +89,8 @@ func TestTheLedgerLearnsOfAnswersWithoutTheDrain(t *testing.T) {
 			ask(w, w.evictA())
 		}, []string{"uid-a false"}},
 		"a witness asks": {func(w *world) {
-			w.Claim(t.Context(), wire.Claim{Operation: "evict", Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}})
+			w.Claim(t.Context(), wire.Claim{Operation: "evict",
+				Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}})
 		}, []string{"uid-a false"}},
 		"forced": {func(w *world) {
 			q := w.deleteA()

@@ -436,7 +436,7 @@ func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 	l.change(d, l.owing(d))
 	l.delist(d)
 	// What grows with the number of agents is not kept for Times.Memory.
-	d.upTo, d.reached, d.blocking = nil, [2]bits{}, nil
+	d.upTo, d.reached, d.removed, d.vanished, d.blocking = nil, [2]bits{}, nil, nil, nil
 	d.barrier.sample, d.barrier.learnt = nil, nil
 	if d.gate == AtBarrier {
 		d.barrier.removedBy = nil

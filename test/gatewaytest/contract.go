@@ -48,8 +48,8 @@ type Harness struct {
 	// the gateway has not received may be routed, the last target of a pool always is, and a
 	// restart of the proxy does not change the generation.
 	Masks bool
-	// Unreadable makes another pool of the gateway, of which the proxy tells nothing. It may replace
-	// Gateway.
+	// Unreadable makes another pool of the gateway, of which the proxy tells nothing. It may
+	// replace Gateway.
 	Unreadable func(t testing.TB) health.Pool
 	// GoneWithin bounds how long an idle target may take to be gone after WantAbsent; 0 means 10 s.
 	GoneWithin time.Duration

@@ -22,7 +22,8 @@ type ObservedHarness struct {
 	// Route makes the data plane send to Target too, Unroute only to the other target. Both are
 	// also called from other goroutines, and may return before the data plane follows.
 	Route, Unroute func()
-	// Clutter adds an entry of other targets that the agent cannot read. Nil: the data plane has none.
+	// Clutter adds an entry of other targets that the agent cannot read. Nil: the data plane has
+	// none.
 	Clutter func()
 	// Connect opens a connection through the data plane. It reports whether Target has it.
 	Connect func() (atTarget bool, end func(), err error)

@@ -238,7 +238,8 @@ type Agent struct {
 	Name string `json:"name"`
 	Node string `json:"node,omitempty"`
 	// Gateway is the kind of its gateway. GatewayMode is the mode in which the agent has found it:
-	// nftables or iptables for kube-proxy, [GatewayAbsent] or [GatewayBeside]. Absent: the agent has not sent it.
+	// nftables or iptables for kube-proxy, [GatewayAbsent] or [GatewayBeside]. Absent: the agent
+	// has not sent it.
 	Gateway     string `json:"gateway,omitempty"`
 	GatewayMode string `json:"gatewayMode,omitempty"`
 	// State is [AgentConnected] or another one.

@@ -295,8 +295,8 @@ type BarrierStatus struct {
 	// for idle keep-alive connections, after its own kernel has stopped routing to the pod. 0:
 	// neither the pod nor one of its Services asks for that.
 	IdleBoundMillis int64 `json:"idleBoundMillis,omitempty"`
-	// AtMostMillis is how long after the deletion the agent still has to wait: a stated wait is only
-	// time, and keeps no place at the coordinator. With a QuietMillis the wait ends
+	// AtMostMillis is how long after the deletion the agent still has to wait: a stated wait is
+	// only time, and keeps no place at the coordinator. With a QuietMillis the wait ends
 	// earlier once the agent has seen for QuietMillis that no connection to the pod is open and
 	// none is opened. 0: no wait.
 	AtMostMillis int64 `json:"atMostMillis,omitempty"`

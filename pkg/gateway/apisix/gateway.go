@@ -290,8 +290,8 @@ func (g *Gateway) see(k health.Key, u *upstream, r *report) (health.Seen, error)
 	return is, nil
 }
 
-// Owned implements gateway.Directed: the targets that agents have labeled. It leaves out a pool that
-// cannot be read. The generation is another one when it can be.
+// Owned implements gateway.Directed: the targets that agents have labeled. It leaves out a pool
+// that cannot be read. The generation is another one when it can be.
 func (g *Gateway) Owned(ctx context.Context) (keys []health.Key, _ error) {
 	for pool := range g.services {
 		u, err := g.upstream(ctx, pool)

@@ -266,7 +266,7 @@ func harness(t *testing.T, b Backend) *gatewaytest.Harness {
 		GoneWithin: 15 * time.Second,
 	}
 	h.Unreadable = func(testing.TB) health.Pool { // HAProxy has not loaded it
-		p.cfg.Backends = append(p.cfg.Backends, Backend{Backend: "later"})
+		p.cfg.Backends = append(p.cfg.Backends, Backend{Backend: "later", Lines: needed})
 		h.Gateway = p.gateway()
 		return "later"
 	}

@@ -119,8 +119,8 @@ const (
 type connection struct {
 	protocol uint8
 	state    uint8
-	// offloaded: its packets do not pass conntrack. It is open until it comes back, and its counters
-	// stand still.
+	// offloaded: its packets do not pass conntrack. It is open until it comes back, and its
+	// counters stand still.
 	offloaded bool
 	// to is the address that answers: the pod's, whatever address the client connected to.
 	to netip.AddrPort

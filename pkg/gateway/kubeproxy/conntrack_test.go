@@ -505,7 +505,9 @@ func TestHeld(t *testing.T) {
 				return count{asked: sent(30+i, 2000), answered: sent(30+2*i, 2000+3000*i)}
 			})},
 		{name: "a flowtable carries it", kept: -1, offloaded: true,
-			counts: every(100*ms, 100, func(int64) count { return count{asked: sent(4, 200), answered: sent(3, 100)} })},
+			counts: every(100*ms, 100, func(int64) count {
+				return count{asked: sent(4, 200), answered: sent(3, 100)}
+			})},
 		{name: "quiet since it was answered", kept: 1000 * ms,
 			counts: every(100*ms, 100, func(int64) count {
 				return count{asked: sent(4, 200), answered: sent(3, 100)}

@@ -26,7 +26,8 @@ func TestContract(t *testing.T) {
 			Clutter: func() { // no kube-proxy writes this
 				nft(t, "add map ip kube-proxy odd { type ipv4_addr . mark : ipv4_addr . mark ; }",
 					"add element ip kube-proxy odd { 10.96.0.9 . 0x1 : 10.244.0.9 . 0x2 }",
-					"add chain ip kube-proxy odd", "add rule ip kube-proxy odd ip protocol 99 dnat to 10.244.0.8-10.244.0.9",
+					"add chain ip kube-proxy odd",
+					"add rule ip kube-proxy odd ip protocol 99 dnat to 10.244.0.8-10.244.0.9",
 					"add rule ip kube-proxy services ip daddr 10.96.0.9 goto odd")
 			},
 			Connect: func() (bool, func(), error) {

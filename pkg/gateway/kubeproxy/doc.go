@@ -109,8 +109,8 @@
 //     can tell the two apart, see docs/decisions/0040-rules-that-nothing-maintains.md. Of legacy
 //     rules it is not known.
 //   - A connection that a flowtable, or hardware, has taken over is open until conntrack has it
-//     back. Its packets are not seen, so one that is kept from one request to the next is waited for
-//     until it is closed.
+//     back. Its packets are not seen, so one that is kept from one request to the next is waited
+//     for until it is closed.
 //   - A pod's own network namespace may have rules, such as those of a service mesh. They are not
 //     looked at.
 //

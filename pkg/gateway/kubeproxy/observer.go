@@ -170,8 +170,8 @@ func (o *Observer) Audits() gateway.Audits {
 // none, or they were deleted and not written again for 10 s. All watches are Unknown then;
 // kube-proxy in ipvs mode, or what replaces it, may send to pods. The same holds where something
 // else chooses pods beside kube-proxy. It is false until the tables were read, and while legacy
-// rules cannot be read. Call it several times a second: the 10 s count from the last call that found
-// rules.
+// rules cannot be read. Call it several times a second: the 10 s count from the last call that
+// found rules.
 func (o *Observer) Absent() bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
