@@ -455,25 +455,26 @@ func TestARefusalIsToldInTheCoordinatorsWords(t *testing.T) {
 func TestADeclarationThatComesTooSoonIsRepeated(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newScript(t)
-		declared := 0
+		var declared atomic.Int64
 		s.declare = func(wire.Declaration) (int, any) {
-			if declared++; declared < 3 {
+			n := int(declared.Add(1))
+			if n < 3 {
 				return http.StatusTooManyRequests, wire.Error{Error: "too many"}
 			}
-			return http.StatusOK, wire.Declared{Declared: declared}
+			return http.StatusOK, wire.Declared{Declared: n}
 		}
 		c, _, log := run(t, s)
 		for range 5 {
 			c.Declare("", nil)
 			synctest.Wait()
 		}
-		if declared != 1 {
-			t.Errorf("declared %d times at once", declared)
+		if n := declared.Load(); n != 1 {
+			t.Errorf("declared %d times at once", n)
 		}
 		time.Sleep(2*declareLater + time.Millisecond)
 		synctest.Wait()
-		if declared != 3 || s.streams() != 1 || log.last() != "" {
-			t.Errorf("declared %d times, on %d streams, error %q", declared, s.streams(), log.last())
+		if n := declared.Load(); n != 3 || s.streams() != 1 || log.last() != "" {
+			t.Errorf("declared %d times, on %d streams, error %q", n, s.streams(), log.last())
 		}
 	})
 }
