@@ -881,6 +881,8 @@ func TestTheClockOfTheStream(t *testing.T) {
 				t.Errorf("%s: as of %s, want %s", name, got, c.want)
 			}
 		}
+		r.mu.Lock()
+		defer r.mu.Unlock()
 		s, err := r.core.Connect(now, Identity{Agent: "one", Everywhere: true}, wire.Offer{}, func() {})
 		if err != nil {
 			t.Fatal(err)

@@ -70,6 +70,8 @@ func TestAControllerIsHeldForFewOwners(t *testing.T) {
 		one.say(pod("a2"), drain.Idle)
 		stillHeld(t, hold(fourth))
 		time.Sleep(drain.DefaultTimes().Deadline + ownerKept + 2*Tick)
+		r.mu.Lock()
+		defer r.mu.Unlock()
 		if len(r.core.owners) != 0 {
 			t.Errorf("owners %v are known at the end", r.core.owners)
 		}

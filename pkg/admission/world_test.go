@@ -169,6 +169,8 @@ func (l *ledger) Claim(r coordinator.Request) (drain.Status, error) {
 func (l *ledger) ReliedOn(drain.UID) bool { return l.relied }
 
 func (l *ledger) Decided(uid drain.UID, allowed bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
 	l.decided = append(l.decided, fmt.Sprint(uid, " ", allowed))
 }
 
