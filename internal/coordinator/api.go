@@ -120,7 +120,7 @@ type route struct {
 
 // seldom is the burst for what an agent does when it starts or its gateway's configuration changes,
 // often that for the hooks of the pods on a node.
-const seldom, often = 5, 500
+const seldom, often = 5, 2048
 
 // routes is the whole API, for agents and for other replicas. A result that is not nil is written
 // as JSON; nil is 204, unless the handler has written the answer.

@@ -375,6 +375,9 @@ func (c *Core) Claim(now time.Time, request Request) (status drain.Status, crowd
 		return drain.Status{Pod: request.Pod}, crowded
 	}
 	status = c.ask(now, request.Pod, request.Targets, request.Place)
+	if request.BarrierWaits {
+		status = status.AtRemoved()
+	}
 	if crowded != nil && status.Waits() {
 		return status, crowded
 	}
@@ -444,12 +447,16 @@ func (c *Core) Draining(pods []drain.UID) (n int) {
 // set.
 func (c *Core) Polled(now time.Time, states []wire.Replica, adopt bool) {
 	others := make([]drain.Shared, len(states))
+	polled := map[drain.UID]bool{}
 	for i, of := range states {
 		others[i] = of.Shared
 		for uid, workload := range of.Hooks {
-			c.hooks.hear(uid, workload)
+			if polled[uid] = true; !c.hooks.polled[uid] {
+				c.hooks.hear(uid, workload)
+			}
 		}
 	}
+	c.hooks.polled = polled
 	c.Ledger.Polled(now, others, adopt)
 }
 

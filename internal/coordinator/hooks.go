@@ -38,6 +38,9 @@ type hookMemory struct {
 	// heard are the workloads of which a hook has asked. told are the hooks that have asked here.
 	heard map[string]bool
 	told  map[drain.UID]relied
+	// polled are the hooks that other replicas told of in the last poll. Each is heard once,
+	// because one of its workload may be missed later.
+	polled map[drain.UID]bool
 	// relies are the deletions that this replica, as the opener, has left to hooks which have not
 	// asked yet.
 	relies map[drain.UID]relied
@@ -73,7 +76,11 @@ func (c *Core) Expect(now time.Time, expected []drain.Expected) {
 }
 
 // MayAsk records whether an agent's service account has the right to ask for barriers.
-func (c *Core) MayAsk(who Identity, allowed bool) { c.hooks.allowed[who.Username] = allowed }
+func (c *Core) MayAsk(who Identity, allowed bool) {
+	if c.hooks.allowed[who.Username] = allowed; !allowed {
+		delete(c.hooks.allowed, who.Username)
+	}
+}
 
 // hear records that a hook of a pod has asked, here or at another replica.
 func (m *hookMemory) hear(uid drain.UID, workload string) {

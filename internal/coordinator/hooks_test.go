@@ -164,10 +164,13 @@ func TestADeletionThatPassesTheBarrierByIsCounted(t *testing.T) {
 		if hold.Recheck(now, nil); !hold.Over || hold.Status.Reason != drain.BarrierWaits {
 			t.Fatalf("%s: %+v", name, hold.Status)
 		}
+		old := map[drain.UID]string{"uid-of-another": "web"}
+		core.Polled(now, []wire.Replica{{Hooks: old}}, false)
 		c.then(core, p)
 		missed := 0
 		for range 20 {
 			now = now.Add(time.Second)
+			core.Polled(now, []wire.Replica{{Hooks: old}}, false) // told of for a minute, and heard once
 			core.Tick(now)
 			missed += len(core.Settle(now).Missed)
 		}

@@ -460,8 +460,11 @@ func (r *replica) report(ctx context.Context, session *Session, into io.Writer, 
 	for everything := true; ; {
 		for d, n := r.client.declaration(); declared != n && later == nil; d, n = r.client.declaration() {
 			now, err := r.declare(ctx, session, d)
-			if errors.Is(err, errTooMany) {
-				later = time.After(declareLater)
+			if errors.Is(err, errTooMany) || errors.Is(err, errTooLarge) {
+				if later = time.After(declareLater); errors.Is(err, errTooLarge) {
+					r.client.Log.Error("declare routes: deletions wait for those declared before", "error", err)
+					later = time.After(time.Minute)
+				}
 				break
 			}
 			if err != nil {
@@ -614,8 +617,15 @@ func refused(response *http.Response) error {
 	if response.StatusCode == http.StatusTooManyRequests {
 		return fmt.Errorf("%w: %v", errTooMany, err)
 	}
+	if response.StatusCode == http.StatusRequestEntityTooLarge {
+		return fmt.Errorf("%w: %v", errTooLarge, err)
+	}
 	return err
 }
+
+// errTooLarge is wrapped by the error of a request that a coordinator refuses for its size. What
+// was declared before it still holds.
+var errTooLarge = errors.New("too large")
 
 // errTooMany is wrapped by the error of a request that came too soon after others of this agent.
 var errTooMany = errors.New("too many requests of this agent")

@@ -479,6 +479,31 @@ func TestADeclarationThatComesTooSoonIsRepeated(t *testing.T) {
 	})
 }
 
+// A coordinator refuses more routes than an agent may declare. The stream stays, because deletions
+// wait for the routes that were declared before.
+func TestADeclarationThatIsTooLargeKeepsTheStream(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newScript(t)
+		var declared atomic.Int64
+		s.declare = func(wire.Declaration) (int, any) {
+			if n := int(declared.Add(1)); n == 1 {
+				return http.StatusOK, wire.Declared{Declared: n}
+			}
+			return http.StatusRequestEntityTooLarge, wire.Error{Error: "routes: 1001"}
+		}
+		c, _, _ := run(t, s)
+		for range 2 {
+			c.Declare("", nil)
+			synctest.Wait()
+		}
+		time.Sleep(3 * declareLater)
+		synctest.Wait()
+		if n := declared.Load(); n != 2 || s.streams() != 1 {
+			t.Errorf("declared %d times, on %d streams", n, s.streams())
+		}
+	})
+}
+
 // Without this, an agent programs its gateway before it knows which pods are being drained.
 func TestLearnedWhenTheStreamHasBroughtWhatWasDeclared(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
