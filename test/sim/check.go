@@ -10,6 +10,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/agent/client"
 	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/health"
@@ -312,6 +313,9 @@ func (p *pod) passedBy(a *agent, idle time.Duration) string {
 	case max(why.at-p.committed, why.at-p.leftAt) >= idle:
 		return "IdleBound"
 	case slices.Contains([]string{"AgentDown", "Local", "Stopping"}, why.reason):
+		return "the barrier did not wait: " + why.reason
+	case why.reason == drain.NotEnforced.String() && p.mode == keys.Observe:
+		// The mode was enforce at the hold and has changed since. In mode observe nothing waits.
 		return "the barrier did not wait: " + why.reason
 	default:
 		return why.excused[a]
