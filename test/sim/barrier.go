@@ -44,7 +44,7 @@ const (
 var hookKinds = []hookKind{hooksWait, hooksWait, hooksOfOne, hooksWait, hooksWait, hooksCutOff, hooksWait, hooksWait,
 	hooksShort, hooksWait, hooksWait}
 
-// bound is that of the pod's barrier, grace its grace period.
+// bound is that of the pod's barrier, grace its grace period, in which a short bound leaves time.
 func (p *pod) bound() time.Duration {
 	if p.hooks == hooksShort {
 		return shortBound
@@ -52,7 +52,7 @@ func (p *pod) bound() time.Duration {
 	return keys.DefaultBound
 }
 
-func (p *pod) grace() time.Duration { return min(kubeletMost, ownGrace+p.bound()) }
+func (p *pod) grace() time.Duration { return min(kubeletMost, ownGrace+keys.DefaultBound) }
 
 // sampling is that of clusters of a few nodes.
 var sampling = drain.Sampling{AllUpTo: 2, Size: 2, Learn: 5}
