@@ -44,7 +44,7 @@ const (
 var hookKinds = []hookKind{hooksWait, hooksWait, hooksOfOne, hooksWait, hooksWait, hooksCutOff, hooksWait, hooksWait,
 	hooksShort, hooksWait, hooksWait}
 
-// bound is that of the pod's barrier, grace its grace period.
+// bound is that of the pod's barrier, grace its grace period, in which a short bound leaves time.
 func (p *pod) bound() time.Duration {
 	if p.hooks == hooksShort {
 		return shortBound
@@ -52,7 +52,7 @@ func (p *pod) bound() time.Duration {
 	return keys.DefaultBound
 }
 
-func (p *pod) grace() time.Duration { return min(kubeletMost, ownGrace+p.bound()) }
+func (p *pod) grace() time.Duration { return min(kubeletMost, ownGrace+keys.DefaultBound) }
 
 // sampling is that of clusters of a few nodes.
 var sampling = drain.Sampling{AllUpTo: 2, Size: 2, Learn: 5}
@@ -796,6 +796,9 @@ func (c *coord) learn(a *agent, r drain.Report) {
 	c.let[r.UID][a] = true
 	if !r.HasSent || c.watched[a.id][r.UID] != r.Number || !c.now().Before(s.Deadline) {
 		return
+	}
+	if s.Deadline.Sub(s.Since) < c.w.times.Deadline*3/4 {
+		return // a short barrier teaches nothing, because slow nodes are missing from it
 	}
 	c.took = max(c.took, c.now().Sub(s.Since))
 }

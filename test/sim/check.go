@@ -10,6 +10,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/agent/client"
 	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/health"
@@ -313,6 +314,9 @@ func (p *pod) passedBy(a *agent, idle time.Duration) string {
 		return "IdleBound"
 	case slices.Contains([]string{"AgentDown", "Local", "Stopping"}, why.reason):
 		return "the barrier did not wait: " + why.reason
+	case why.reason == drain.NotEnforced.String() && p.mode == keys.Observe:
+		// The mode was enforce at the hold and has changed since. In mode observe nothing waits.
+		return "the barrier did not wait: " + why.reason
 	default:
 		return why.excused[a]
 	}
@@ -447,17 +451,25 @@ func (c *coord) checkDeny(h *call, s drain.Status) {
 }
 
 // checkHeldOwners checks for how many owners the calls of a controller wait, as this replica has
-// decided. One that was refused often may wait beside others.
+// decided. One that was refused often may wait beside others, and one whose drain was released when
+// another began to wait: a gateway that is reloaded after that takes the release back.
 func (c *coord) checkHeldOwners() {
 	most, held := coordinator.OwnersHeld["DaemonSet"], map[drain.UID]bool{}
+	for _, uid := range sorted(c.room) {
+		if c.ledger.Status(c.now(), drain.AtHold, uid).Phase == drain.Released {
+			c.room[uid].released = true
+		}
+	}
 	for _, x := range c.holds {
 		r := x.Request()
 		if r.Controller != "DaemonSet" || r.Turn != coordinator.TurnJudged || x.hold.Over {
 			continue
 		}
-		if held[r.Pod.UID] = true; x.caller.p.crowded >= 12 {
+		d := c.room[r.Pod.UID]
+		if first := !held[r.Pod.UID]; x.caller.p.crowded >= 12 || first && d != nil && d.released {
 			most++
 		}
+		held[r.Pod.UID] = true
 	}
 	if len(held) > most {
 		c.w.fail(checkOwners, "%s holds the calls of a controller for %d owners", c.name, len(held))

@@ -131,6 +131,8 @@ type admitted struct {
 	toldAt                   time.Duration
 	// ordered: when agents were told, it had been asked for while replicas knew of each other.
 	ordered bool
+	// released: it was when a call of a controller began to wait.
+	released bool
 	// place is what was last said of who judges its room, at askedAt.
 	place   drain.Placing
 	askedAt time.Duration

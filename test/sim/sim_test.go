@@ -5,6 +5,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/lameduck-io/lameduck/internal/keys"
 )
 
 // A seed that fails must fail again when it is replayed: neither the order of maps nor an address
@@ -183,5 +185,28 @@ func TestCalmWorldsLoseNothing(t *testing.T) {
 	}
 	if calm == 0 {
 		t.Error("no world is calm")
+	}
+}
+
+// A hold that leaves a pod to its barrier relies on the pod's mode. If the mode becomes observe
+// while the barrier waits, the barrier ends with NotEnforced, and a request in flight may be lost.
+// The excuse is for that change only.
+func TestABarrierWhoseModeChanges(t *testing.T) {
+	const second = time.Second
+	for name, c := range map[string]struct {
+		mode, reason string
+		at           time.Duration
+		want         string
+	}{
+		"changed to observe":           {keys.Observe, "NotEnforced", 2 * second, "the barrier did not wait: NotEnforced"},
+		"still enforce":                {"", "NotEnforced", 2 * second, ""},
+		"enforce by name":              {keys.Enforce, "NotEnforced", 2 * second, ""},
+		"observe, and another end":     {keys.Observe, "Acknowledged", 2 * second, ""},
+		"after as long as a hold does": {"", "NotEnforced", 31 * second, "IdleBound"},
+	} {
+		p := &pod{mode: c.mode, committed: second, leftAt: second, passed: &pass{reason: c.reason, at: second + c.at}}
+		if got := p.passedBy(nil, 30*second); got != c.want {
+			t.Errorf("%s: %q, want %q", name, got, c.want)
+		}
 	}
 }
