@@ -333,10 +333,12 @@ func (l *Ledger) Unanswered(uid UID, brokenOff bool) {
 // Decided records that a call about uid was answered whatever its drain is: it was allowed, or a
 // budget forbids the eviction. That ends the drain immediately if only evictions have asked for it,
 // none waits, and none can have passed: otherwise the pod would be out of traffic without a reason.
+// Further allows change nothing: something else keeps the pod, and a caller that repeats them must
+// not keep it out of traffic.
 func (l *Ledger) Decided(now time.Time, uid UID, allowed bool) {
 	d := l.at(AtHold, uid)
 	switch {
-	case d == nil || !d.open:
+	case d == nil || !d.open || allowed && !d.allowedAt.IsZero():
 	case allowed:
 		l.Hold(uid)(now, true)
 	case d.inFlight == 0 && d.stopped.IsZero() && !d.deleted && !d.mayBeDeleted():

@@ -534,6 +534,22 @@ func TestQueuedCallersThatComeBackLaterContinue(t *testing.T) {
 	}
 }
 
+// A caller repeats a deletion that is allowed without the drain, and another webhook denies each.
+// Without this, the pod is out of traffic for as long as it does.
+func TestAllowsThatAreRepeatedKeepNoPodOut(t *testing.T) {
+	w, p := newWorld(t), pod("a")
+	w.join("one", web)
+	w.ask(p, web)
+	w.Hold(p.UID)(w.now, false)
+	for range 10 {
+		w.pass(5 * time.Second)
+		w.Decided(w.now, p.UID, true)
+	}
+	if look, _ := w.Tick(w.now); len(look) != 1 || !w.NotTerminating(w.now, p.UID) {
+		t.Errorf("%v are read after 50 s", look)
+	}
+}
+
 // A budget that forbids an eviction ends the drain that earlier evictions have opened, unless
 // another call may still delete the pod.
 func TestABudgetGivesThePodBack(t *testing.T) {
