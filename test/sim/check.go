@@ -583,9 +583,12 @@ func (c *coord) checkDecided(uid drain.UID, allowed bool) {
 	switch {
 	case is == nil:
 	case allowed:
+		if !is.doubtful { // further allows renew nothing
+			c.answered[uid] = c.w.at
+		}
 		is.doubtful = true
-		c.answered[uid] = c.w.at
 	case !open:
+		c.forbidden[uid] = true
 		c.log("%s is given back: its budget forbids the eviction", uid)
 		c.w.measure("drains that budgets ended")
 		c.closed(uid)
@@ -957,8 +960,9 @@ func (c *coord) checkBudget(p *pod) {
 	}
 	for _, e := range c.slices[0].endpoints {
 		if e.ready && !e.terminating {
+			// The opener gave back what a budget forbade, others that had allowed it have not yet.
 			_, inOrder := w.drained(e.uid, false)
-			allowed, ahead = allowed+1, ahead+oneIf(inOrder && e.uid != p.uid)
+			allowed, ahead = allowed+1, ahead+oneIf(inOrder && e.uid != p.uid && !c.forbidden[e.uid])
 		}
 	}
 	if ahead > 0 && ahead >= allowed {

@@ -80,6 +80,8 @@ type coord struct {
 	begun, answered map[drain.UID]time.Duration
 	// calls are those about the pod of each open drain.
 	calls map[drain.UID]*asking
+	// forbidden are the pods whose drain a budget ended here.
+	forbidden map[drain.UID]bool
 	// oldest is the oldest start of each open drain that this life has known.
 	oldest map[drain.UID]time.Time
 	// numbers are those of the drains that agents were told of since they began.
@@ -189,7 +191,7 @@ func (c *coord) start() {
 	c.silence, c.departed, c.declared = map[drain.AgentID]*silence{}, map[drain.AgentID]string{},
 		map[*agent][]drain.Route{}
 	c.relisted = map[drain.AgentID]time.Duration{}
-	c.calls = map[drain.UID]*asking{}
+	c.calls, c.forbidden = map[drain.UID]*asking{}, map[drain.UID]bool{}
 	c.begun, c.answered, c.oldest = map[drain.UID]time.Duration{}, map[drain.UID]time.Duration{},
 		map[drain.UID]time.Time{}
 	c.log("starts, epoch %d", c.epoch)
@@ -490,6 +492,7 @@ func (c *coord) isDeleted(uid drain.UID) {
 func (c *coord) begins(uid drain.UID) {
 	c.begun[uid], c.answered[uid] = c.w.at, c.w.at
 	c.calls[uid] = &asking{}
+	delete(c.forbidden, uid)
 	delete(c.numbers, uid)
 }
 
