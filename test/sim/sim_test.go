@@ -198,7 +198,8 @@ func TestABarrierWhoseModeChanges(t *testing.T) {
 		at           time.Duration
 		want         string
 	}{
-		"changed to observe":           {keys.Observe, "NotEnforced", 2 * second, "the barrier did not wait: NotEnforced"},
+		"changed to observe": {keys.Observe, "NotEnforced", 2 * second,
+			"the barrier did not wait: NotEnforced"},
 		"still enforce":                {"", "NotEnforced", 2 * second, ""},
 		"enforce by name":              {keys.Enforce, "NotEnforced", 2 * second, ""},
 		"observe, and another end":     {keys.Observe, "Acknowledged", 2 * second, ""},
