@@ -105,7 +105,7 @@
 //
 // # Versions
 //
-// Tested with 2.6.12 and, by this package's tests, 2.8.25 and 3.2.26; by hand, 3.0.11 and 3.4.7.
+// Tested with 2.6.12 and, by this package's tests, 2.8.25 and 3.2.26; by hand, 3.4.7.
 // Servers at run time exist since 2.4, before 2.6 in experimental mode (kindTooOld). Columns are
 // found by name, so later versions may work. Before you use one, run this package's tests on it,
 // above all TestRealAnswers and those of reload_test.go: the handling of reloads relies on what the
