@@ -201,7 +201,7 @@ func TestDecideAtItsEdges(t *testing.T) {
 		"not ready in slices, ready itself":    {func(f *Facts) { f.Ready = false }, Draining},
 		"a budget does not concern a deletion": {func(f *Facts) { f.Budget = "no room" }, Draining},
 		"an eviction with room":                {func(f *Facts) { f.Operation = Evict }, Draining},
-		"one drain was in vain":                {func(f *Facts) { f.Refused = 1 }, Draining},
+		"one allowed deletion was refused":     {func(f *Facts) { f.Refused = 1 }, Draining},
 		"off the lists, and its drain is open": {func(f *Facts) { f.Listed, f.Draining = false, true }, Draining},
 		"unready for long, and its drain is open": {func(f *Facts) {
 			f.Ready, f.NotReadyFor, f.Draining = false, time.Minute, true

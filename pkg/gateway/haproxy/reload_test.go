@@ -192,9 +192,6 @@ func TestAReloadThatParsesForLong(t *testing.T) {
 // Reloads that parse for any time, and drains that begin at any moment: no request reaches the
 // target once it is idle, and none is lost.
 func TestStormOfReloads(t *testing.T) {
-	if testing.Short() {
-		t.Skip("some ten seconds")
-	}
 	t.Parallel()
 	stay, flap := gatewaytest.StartBackend(t, "127.0.0.68"), gatewaytest.StartBackend(t, "127.0.0.69")
 	d := startDirected(t, slowly(t, Backend{Backend: "agent", Lines: []string{"balance roundrobin"}}))
