@@ -19,11 +19,11 @@ import (
 )
 
 // kubeletMost is when the kubelet goes on whatever the hook does. Of that the application has
-// ownGrace. hastyGrace is the grace period of callers that leave less, and shortBound the bound of
+// appGrace. hastyGrace is the grace period of callers that leave less, and shortBound the bound of
 // some pods.
 const (
 	kubeletMost = 40 * time.Second
-	ownGrace    = 10 * time.Second
+	appGrace    = 10 * time.Second
 	hastyGrace  = 15 * time.Second
 	shortBound  = 5 * time.Second
 )
@@ -52,7 +52,7 @@ func (p *pod) bound() time.Duration {
 	return keys.DefaultBound
 }
 
-func (p *pod) grace() time.Duration { return min(kubeletMost, ownGrace+keys.DefaultBound) }
+func (p *pod) grace() time.Duration { return min(kubeletMost, appGrace+keys.DefaultBound) }
 
 // sampling is that of clusters of a few nodes.
 var sampling = drain.Sampling{AllUpTo: 2, Size: 2, Learn: 5}
@@ -481,7 +481,7 @@ func (a *agent) wait(p *pod, run int) {
 	h := &hook{p: p, a: a, run: run, began: p.committed, seen: a.now().Add(p.committed - w.at),
 		local: a.kernel.Watch(p.targets(), nil),
 		Wait: hooks.NewWait(a.now(), nodepods.Pod{
-			Pod: p.drainPod(), Bound: p.bound(), Grace: ownGrace, Allowed: p.allowed, Since: epoch.Add(p.committed),
+			Pod: p.drainPod(), Bound: p.bound(), Grace: appGrace, Allowed: p.allowed, Since: epoch.Add(p.committed),
 			Seen:    a.now().Add(p.committed - w.at),
 			Targets: p.targets(),
 		})}

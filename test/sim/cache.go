@@ -106,7 +106,7 @@ func (p *pod) object(v podView) *corev1.Pod {
 func (p *pod) bar(object *corev1.Pod) {
 	id := object.Namespace + "." + object.Name
 	object.Annotations = map[string]string{keys.BarrierID: id, keys.BarrierBound: p.bound().String(),
-		keys.BarrierGrace: fmt.Sprint(int(ownGrace / time.Second))}
+		keys.BarrierGrace: fmt.Sprint(int(appGrace / time.Second))}
 	object.Spec.TerminationGracePeriodSeconds = new(int64(p.grace() / time.Second))
 	object.Spec.Containers = []corev1.Container{{Lifecycle: &corev1.Lifecycle{PreStop: &corev1.LifecycleHandler{
 		HTTPGet: &corev1.HTTPGetAction{Path: keys.WaitPath + id}}}}}
