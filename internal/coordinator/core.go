@@ -251,7 +251,6 @@ func (c *Core) Hold(now time.Time, request Request, until time.Time) *Hold {
 	var crowded error
 	if request.Turn == TurnJudged {
 		if crowded = c.ownerInTurn(now, request); crowded != nil && !c.opens(request) {
-			c.owners[request.Owner].refuse(now, uid)
 			return &Hold{core: c, request: request, uid: uid, until: until, Over: true, Err: crowded}
 		}
 	}
@@ -261,8 +260,6 @@ func (c *Core) Hold(now time.Time, request Request, until time.Time) *Hold {
 		c.asked[uid] = now
 	}
 	switch {
-	case crowded != nil && h.Status.Waits():
-		c.owners[request.Owner].refuse(now, uid)
 	case crowded != nil:
 	case request.Turn == TurnJudged:
 		crowded = c.inTurn(now, request)

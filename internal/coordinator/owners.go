@@ -15,14 +15,15 @@ var OwnersHeld = map[string]int{
 }
 
 const (
-	// maxRefusals is how often a controller is refused for one owner. It then pauses for 10 s: 5
-	// ms, doubled 11 times (k8s.io/client-go/util/workqueue, DefaultTypedControllerRateLimiter).
-	// Later pauses would be longer than a deadline, and up to 1,000 s.
-	maxRefusals = 12
-	// sameAttempt is how far apart refusals of one attempt are at most: a controller deletes the
-	// pods of an owner in parallel.
+	// maxRefusals is how often a controller is refused for one owner, those in less than
+	// sameAttempt after another one not counted: it deletes the pods of an owner in parallel. It
+	// then pauses for 10 s: 5 ms, doubled 11 times (k8s.io/client-go/util/workqueue,
+	// DefaultTypedControllerRateLimiter), of which the first five are not counted. Later pauses
+	// would be longer than a deadline, and up to 1,000 s.
+	maxRefusals = 7
 	sameAttempt = 100 * time.Millisecond
-	// ownerKept is how long an owner is known after the last call: longer than a controller pauses.
+	// ownerKept is how long an owner is known after the last call, and refusals count: longer than
+	// a controller pauses.
 	ownerKept = time.Minute
 )
 
@@ -32,11 +33,10 @@ type owner struct {
 	// held: its calls may wait. asked is when the last one came.
 	held  bool
 	asked time.Time
-	// refusals counts the attempts that were refused, refused is when the last one was. pods has
-	// the last attempt that included each pod.
+	// refusals counts those of the last minute, refused is when the last one was.
 	refusals int
 	refused  time.Time
-	pods     map[drain.UID]int
+	pods     map[drain.UID]struct{}
 }
 
 // ownerInTurn returns an error if a workload controller calls that waits for as many other owners
@@ -49,7 +49,7 @@ func (c *Core) ownerInTurn(now time.Time, request Request) error {
 	}
 	o := c.owners[request.Owner]
 	if o == nil {
-		o = &owner{kind: request.Controller, pods: map[drain.UID]int{}}
+		o = &owner{kind: request.Controller, pods: map[drain.UID]struct{}{}}
 		c.owners[request.Owner] = o
 	}
 	others := 0
@@ -58,12 +58,20 @@ func (c *Core) ownerInTurn(now time.Time, request Request) error {
 			others++
 		}
 	}
-	o.held = others < most || c.occupies(o) || o.refusals >= maxRefusals && o.tries(now, request.Pod.UID)
-	o.asked, o.pods[request.Pod.UID] = now, o.pods[request.Pod.UID]
-	if !o.held {
-		return ErrTooManyOwners
+	since := now.Sub(o.refused)
+	another := since > sameAttempt
+	if since > ownerKept {
+		o.refusals = 0
 	}
-	return nil
+	o.held = others < most || c.occupies(o) || another && o.refusals >= maxRefusals
+	o.asked, o.pods[request.Pod.UID] = now, struct{}{}
+	if o.held {
+		return nil
+	}
+	if o.refused = now; another {
+		o.refusals++
+	}
+	return ErrTooManyOwners
 }
 
 // occupies reports whether calls for an owner wait, or will again in a moment.
@@ -78,23 +86,10 @@ func (c *Core) opens(request Request) bool {
 	return request.Controller != "DaemonSet" || c.Ledger.Pod(request.Pod.UID).Draining
 }
 
-// tries reports whether a call for a pod begins another attempt.
-func (o *owner) tries(now time.Time, uid drain.UID) bool {
-	return o.pods[uid] == o.refusals || now.Sub(o.refused) > sameAttempt
-}
-
-// refuse counts a refusal.
-func (o *owner) refuse(now time.Time, uid drain.UID) {
-	if o.tries(now, uid) {
-		o.refusals++
-	}
-	o.pods[uid], o.refused = o.refusals, now
-}
-
-// dropOwners forgets owners for which no call has come for a while, and pods that do not drain.
+// dropOwners forgets owners for which no call has come for a while, and pods that do not wait.
 func (c *Core) dropOwners(now time.Time) {
 	maps.DeleteFunc(c.owners, func(_ string, o *owner) bool {
-		maps.DeleteFunc(o.pods, func(uid drain.UID, _ int) bool { return !c.waits(uid) })
+		maps.DeleteFunc(o.pods, func(uid drain.UID, _ struct{}) bool { return !c.waits(uid) })
 		return now.Sub(o.asked) > ownerKept
 	})
 }

@@ -139,10 +139,10 @@ func (c *Call) Claimed(ctx context.Context, now time.Time, claimed wire.Claimed,
 		c.place, c.turn, c.role = drain.Place{}, coordinator.TurnJudged, opener
 	}
 	switch {
-	case c.holding:
-		c.look(now)
 	case witnesses && claimed.Verdict == wire.VerdictDeny:
 		c.answer(Outcome{Reason: claimed.Reason, Message: claimed.Message, Budget: claimed.Budget})
+	case c.holding:
+		c.look(now)
 	case witnesses:
 		c.carryOut(now)
 	case ctx.Err() != nil:

@@ -305,12 +305,13 @@ func (w *world) excuseOf(g *gw, p *pod, wd *word, how string) (why string, vouch
 // passedBy says why the barrier of a pod, to which its deletion was left, did not wait for a
 // request through the gateway of a. Empty: it should have. The barrier has to wait for as long as
 // the hold would have, which is less if another replica has denied the deletion for some of that
-// time.
+// time, or has waited for Idle in its place.
 func (p *pod) passedBy(a *agent, idle time.Duration) string {
 	switch why := p.passed; {
 	case why == nil:
 		return ""
-	case max(why.at-p.committed, why.at-p.leftAt) >= idle:
+	case max(why.at-p.committed, why.at-p.leftAt) >= idle,
+		slices.ContainsFunc(p.words, func(wd *word) bool { return wd.reason == drain.IdleBound.String() }):
 		return "IdleBound"
 	case slices.Contains([]string{"AgentDown", "Local", "Stopping"}, why.reason):
 		return "the barrier did not wait: " + why.reason

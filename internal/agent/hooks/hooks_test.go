@@ -306,6 +306,20 @@ func TestHooksEnd(t *testing.T) {
 			},
 			code: 200, prefix: "LastTarget", counts: "LastTarget", least: 3 * askAgain, most: 3 * askAgain,
 		},
+		// The release before the stated wait counts, although the kernel alone would not be enough.
+		"coordinators are away when a stated wait is over": {
+			before: func(n *testNode) {
+				n.k.Is(podTarget, health.Routing, 0)
+				n.ask = func(context.Context, wire.BarrierRequest) (wire.BarrierStatus, error) {
+					n.unreachable()
+					return wire.BarrierStatus{Reason: "LastTarget", AtMostMillis: 5_000}, nil
+				}
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "LastTarget", counts: "LastTarget", least: 5*time.Second + localAfter,
+			most: 5*time.Second + localAfter + 2*askAgain,
+		},
 		"a connection has come during a stated wait": {
 			before: func(n *testNode) {
 				n.k.Is(podTarget, health.Idle, 0)

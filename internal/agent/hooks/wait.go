@@ -100,9 +100,14 @@ func (w *Wait) Look(now time.Time, is gateway.Reading) {
 	case w.unknownAt.IsZero():
 		w.unknownAt = now
 	}
-	if !w.asked && !w.alone.IsZero() && now.Sub(w.alone) >= localAfter && w.stopped(now, is) {
-		w.end(outLocal, "this node's kernel is "+is.State.String()+"; "+w.trouble)
-		return
+	if !w.asked && !w.alone.IsZero() && now.Sub(w.alone) >= localAfter {
+		switch {
+		case w.passed.Reason != "": // the release before the stated wait counts
+			w.asked, w.passedAt = true, now
+		case w.stopped(now, is):
+			w.end(outLocal, "this node's kernel is "+is.State.String()+"; "+w.trouble)
+			return
+		}
 	}
 	if w.waited && w.statedOver(now, is) && now.Before(w.pod.Deadline()) {
 		w.waited, w.asked, w.passedAt, w.askAt = false, false, time.Time{}, now
