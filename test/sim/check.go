@@ -467,7 +467,7 @@ func (c *coord) checkHeldOwners() {
 			continue
 		}
 		d := c.room[r.Pod.UID]
-		if first := !held[r.Pod.UID]; x.caller.p.crowded >= 12 || first && d != nil && d.released {
+		if first := !held[r.Pod.UID]; x.caller.p.crowded >= 7 || first && d != nil && d.released {
 			most++
 		}
 		held[r.Pod.UID] = true
