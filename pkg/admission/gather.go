@@ -123,8 +123,6 @@ type subject struct {
 	controller bool
 	// role is opener or witness. Empty: this replica has not asked.
 	role string
-	// unlisted: no EndpointSlice lists the pod, and the targets are the Services that select it.
-	unlisted bool
 	// barrierWaits and workload are as in coordinator.Request.
 	barrierWaits bool
 	workload     string
@@ -202,7 +200,6 @@ func (c *Cluster) gather(ctx context.Context, now time.Time, q *request) (Facts,
 		if listings, err = c.selecting(ctx, s.pod); err != nil {
 			return f, s, err
 		}
-		s.unlisted = len(listings) > 0
 	}
 	s.targets = f.OfRouting(now, listings, c.Slices, c.Ledger, s.drainPod())
 	f.ofBarrier(s.pod, q.grace)

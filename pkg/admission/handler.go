@@ -91,9 +91,6 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		role = opener
 	}
 	h.Metrics.answered(role, q.operation, answer, o.Reason, time.Since(began))
-	if s.unlisted && len(s.targets) > 0 {
-		h.Metrics.unlisted.Inc()
-	}
 	// One of the replicas that were asked about this deletion tells operators about it.
 	h.tell(role, q, s, o)
 	o.Warn = o.Warn && role == opener

@@ -23,7 +23,6 @@ type Metrics struct {
 	duration  *prometheus.HistogramVec
 	bad       *prometheus.CounterVec
 	mutations *prometheus.CounterVec
-	unlisted  prometheus.Counter
 }
 
 // NewMetrics registers the webhook's metrics.
@@ -51,12 +50,7 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 				"webhooks have changed it.",
 		}, []string{"coverage"}),
 	}
-	m.unlisted = prometheus.NewCounter(prometheus.CounterOpts{
-		Name: "lameduck_admission_unlisted_total",
-		Help: "Answers about pods that no EndpointSlice lists although a Service with an agent selects them: the " +
-			"view of the cluster is behind. Agents are asked all the same.",
-	})
-	r.MustRegister(m.answers, m.duration, m.bad, m.mutations, m.unlisted)
+	r.MustRegister(m.answers, m.duration, m.bad, m.mutations)
 	for _, c := range coverages {
 		m.mutations.WithLabelValues(string(c))
 	}

@@ -432,8 +432,6 @@ func (w *world) counted() []string {
 			case "lameduck_admission_answers_total":
 				all = append(all, fmt.Sprintf("%s %s %s %v", label["operation"], label["answer"], label["reason"],
 					value))
-			case "lameduck_admission_unlisted_total":
-				all = append(all, fmt.Sprint("unlisted ", value))
 			case "lameduck_admission_malformed_total":
 				all = append(all, fmt.Sprintf("malformed %s %v", label["code"], value))
 			}
