@@ -203,9 +203,9 @@ func TestBadFilesOfReplicasAreNamed(t *testing.T) {
 	}{
 		"nothing": {head + "gateway: {envoy: {}}", []string{`gateway.envoy.population ""`, `gateway.envoy.admin ""`,
 			"http://127.0.0.1:PORT or unix:///PATH"}},
-		"kernel": {head + "gateway: {kernel: {services: [{service: web}, {service: shop/a, sticky: true}]}}",
+		"kernel": {head + "gateway: {kernel: {services: [{service: web}, {service: shop/a, http1Quiet: 1ms}]}}",
 			[]string{"gateway.kernel.podUID", `gateway.kernel.services[0].service "web"`,
-				"gateway.kernel.services[1].sticky"}},
+				"gateway.kernel.services[1].http1Quiet"}},
 		"another pod's": {head + "gateway: {traefik: {population: a, admin: 'http://traefik.shop:8080'}}",
 			[]string{`gateway.traefik.admin "http://traefik.shop:8080"`}},
 		"a Service": {head + "gateway: {envoy: {population: a, admin: 'unix:///a', services: [shop/web, web]}}",

@@ -12,7 +12,6 @@ import (
 	"net/http"
 	"slices"
 	"strconv"
-	"strings"
 	"sync"
 	"time"
 
@@ -303,19 +302,12 @@ func certificateOf(ctx context.Context, o options, r *replica, port int, name st
 	return conn.ConnectionState().PeerCertificates, nil
 }
 
-// secretOf returns the name of the Secret that is mounted at a coordinator's --cert-dir. Empty: the
-// coordinator makes its own certificate.
+// secretOf returns the name of the Secret from which a coordinator has its certificate, its volume
+// "tls". Empty: the coordinator makes its own certificate.
 func secretOf(pod *corev1.Pod) string {
-	for _, c := range pod.Spec.Containers {
-		for _, arg := range c.Args {
-			dir, found := strings.CutPrefix(arg, "--cert-dir=")
-			for _, m := range c.VolumeMounts {
-				for _, v := range pod.Spec.Volumes {
-					if found && m.MountPath == dir && v.Name == m.Name && v.Secret != nil {
-						return v.Secret.SecretName
-					}
-				}
-			}
+	for _, v := range pod.Spec.Volumes {
+		if v.Name == "tls" && v.Secret != nil {
+			return v.Secret.SecretName
 		}
 	}
 	return ""

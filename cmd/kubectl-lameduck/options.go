@@ -89,8 +89,8 @@ func parse(args []string, out io.Writer) (options, error) {
 	f.StringVar(&o.system, "lameduck-namespace", "lameduck-system", "namespace of the coordinators")
 	f.StringVar(&o.selector, "lameduck-selector", "app.kubernetes.io/name=lameduck,app.kubernetes.io/component=webhook",
 		"labels of the coordinators' pods")
-	f.IntVar(&o.port, "lameduck-port", 0, fmt.Sprintf("port of the coordinators' --dashboard-address (default: "+
-		"their container port %q, or %d)", api.PortName, api.Port))
+	f.IntVar(&o.port, "lameduck-port", 0, fmt.Sprintf("port of the coordinators' addresses.dashboard "+
+		"(default: their container port %q, or %d)", api.PortName, api.Port))
 	f.DurationVar(&o.timeout, "timeout", 10*time.Second, "how long to wait for a coordinator")
 	which := f.Bool("version", false, "print which version this is, and end")
 	if err := f.Parse(args); err != nil {

@@ -270,8 +270,8 @@ func (r *replica) fault(err error) error {
 		return fmt.Errorf("coordinator %s runs, and the API server does not reach the kubelet of its node (port "+
 			"10250): %w", r.name, err)
 	case strings.Contains(text, "connection refused"):
-		return fmt.Errorf("coordinator %s serves nothing on its loopback address: its --dashboard-address is "+
-			"another (--lameduck-port), or it is older than this: %w", r.name, err)
+		return fmt.Errorf("coordinator %s serves nothing on its loopback address: its addresses.dashboard "+
+			"is another (--lameduck-port), or it is older than this: %w", r.name, err)
 	case errors.Is(err, context.DeadlineExceeded):
 		return fmt.Errorf("coordinator %s did not answer in time (--timeout): it is overloaded or stuck, or its node "+
 			"is away: %w", r.name, err)

@@ -16,8 +16,8 @@ import (
 // kind is the kind of a configuration file. Its version is config.APIVersion.
 const kind = "CoordinatorConfiguration"
 
-// configuration is the configuration file. A flag with the same meaning overrides it. The comments
-// of its fields are also the descriptions in schemas/coordinator.json.
+// configuration is the configuration file. The comments of its fields are also the descriptions in
+// schemas/coordinator.json.
 type configuration struct {
 	// APIVersion is lameduck.io/v1alpha1.
 	APIVersion string `json:"apiVersion"`

@@ -83,10 +83,10 @@ func file(t *testing.T, text string) []string {
 	return []string{"--config", path}
 }
 
-func TestAFileAndFlags(t *testing.T) {
-	text := head + "times: {hold: 1s, deadline: 15s}\nexcludedNamespaces: [\"${POD_NAME}\"]\nholds: {most: " +
-		"5}\nlogLevel: info\n"
-	o, err := parse(append(file(t, text), "--log-level=warn", "--shutdown-delay=3s"), env, nil)
+func TestAFile(t *testing.T) {
+	text := head + "times: {hold: 1s, deadline: 15s, shutdownDelay: 3s}\nexcludedNamespaces: [\"${POD_NAME}\"]\n" +
+		"holds: {most: 5}\nlogLevel: warn\n"
+	o, err := parse(file(t, text), env, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -173,9 +173,5 @@ func TestPrintConfig(t *testing.T) {
 	}
 	if diff := cmp.Diff(first, print(file(t, first)...)); diff != "" {
 		t.Error(diff)
-	}
-	if got := print("--shutdown-delay=1s", "--metrics-address=:1"); !strings.Contains(got, "shutdownDelay: 1s") ||
-		!strings.Contains(got, "metrics: :1") {
-		t.Error(got)
 	}
 }

@@ -34,8 +34,6 @@ type options struct {
 	// others.
 	ordinal   int
 	tokenFile string
-	// version: print the version and exit.
-	version bool
 	configuration
 	// times are all times of the protocol. excluded are the namespaces whose pods never wait,
 	// including this replica's own.
@@ -43,15 +41,15 @@ type options struct {
 	excluded []string
 }
 
-// flags declares the flags: for values that differ between replicas, and for values that Kustomize
-// overlays set. A flag that is not given leaves its value in o.
-func flags(o *options, getenv func(string) string) (f *flag.FlagSet, path *string, print *bool) {
-	conf := &o.configuration
-	f = flag.NewFlagSet("webhook", flag.ContinueOnError)
-	path = f.String("config", "", "configuration file, kind "+kind+"; ${NAME} in it is replaced by the environment; "+
-		"flags override it; empty: none")
-	print = f.Bool("print-config", false, "print the configuration with its defaults, and end")
-	f.BoolVar(&o.version, "version", false, "print which version this is, and end")
+// parse reads the command line and the file that it names. An error is flag.ErrHelp or errPrinted,
+// or wraps errUsage and names the flag or the key, and the value.
+func parse(args []string, getenv func(string) string, out io.Writer) (options, error) {
+	o := options{configuration: defaults()}
+	f := flag.NewFlagSet("webhook", flag.ContinueOnError)
+	path := f.String("config", "", "configuration file, kind "+kind+"; ${NAME} in it is replaced by the environment; "+
+		"empty: none")
+	print := f.Bool("print-config", false, "print the configuration with its defaults, and end")
+	which := f.Bool("version", false, "print which version this is, and end")
 	f.StringVar(&o.kubeconfig, "kubeconfig", getenv("KUBECONFIG"),
 		"kubeconfig file for the API server; empty: the pod's service account")
 	f.StringVar(&o.namespace, "namespace", getenv("POD_NAMESPACE"),
@@ -63,38 +61,11 @@ func flags(o *options, getenv func(string) string) (f *flag.FlagSet, path *strin
 	f.StringVar(&o.tokenFile, "token-file", "",
 		"projected service account token for the audience lameduck.io, by which the replicas know each other; "+
 			"empty: this one asks no other")
-	f.StringVar(&conf.Certificates.Dir, "cert-dir", conf.Certificates.Dir,
-		"certificates.dir: directory with tls.crt and tls.key; empty: the replicas make them")
-	f.StringVar(&conf.Certificates.AdmissionSecretFile, "admission-secret-file", conf.Certificates.AdmissionSecretFile,
-		"certificates.admissionSecretFile: file with the secret that ends the webhook's path; empty: the replicas "+
-			"make it")
-	f.StringVar(&conf.Addresses.Admission, "admission-address", conf.Addresses.Admission,
-		"addresses.admission: host:port where the API server asks")
-	f.StringVar(&conf.Addresses.Agents, "agents-address", conf.Addresses.Agents,
-		"addresses.agents: host:port where agents connect")
-	f.StringVar(&conf.Addresses.Metrics, "metrics-address", conf.Addresses.Metrics,
-		"addresses.metrics: host:port of /metrics, without TLS")
-	f.StringVar(&conf.Addresses.Probes, "probes-address", conf.Addresses.Probes,
-		"addresses.probes: host:port of /livez and /readyz, without TLS")
-	f.StringVar(&conf.Addresses.Dashboard, "dashboard-address", conf.Addresses.Dashboard,
-		"addresses.dashboard: host:port of the live page and its API: plain and open on a loopback address, as "+
-			"behind kubectl port-forward, else with TLS and bearer tokens; empty: not served")
-	f.DurationVar(&conf.Times.ShutdownDelay.Duration, "shutdown-delay", conf.Times.ShutdownDelay.Duration,
-		"times.shutdownDelay: how long after SIGTERM reviews are still answered")
-	f.TextVar(&conf.LogLevel, "log-level", conf.LogLevel, "logLevel: debug, info, warn or error")
-	return f, path, print
-}
-
-// parse reads the command line and the file that it names. An error is flag.ErrHelp or errPrinted,
-// or wraps errUsage and names the flag or the key, and the value.
-func parse(args []string, getenv func(string) string, out io.Writer) (options, error) {
-	o := options{configuration: defaults()}
-	f, path, print := flags(&o, getenv)
 	if err := cli.Parse(f, args, "webhook holds deletions of pods until the gateways that route to them have stopped. "+
 		"webhook check --help: find out whether the API server asks.", out); err != nil {
 		return o, err
 	}
-	if o.version {
+	if *which {
 		fmt.Fprintln(out, version.String("webhook"))
 		return o, errPrinted
 	}
@@ -103,15 +74,9 @@ func parse(args []string, getenv func(string) string, out io.Writer) (options, e
 		if err != nil {
 			return o, fmt.Errorf("%w: --config %q: %w", errUsage, *path, err)
 		}
-		o.configuration = defaults()
 		o.APIVersion, o.Kind = "", ""
 		if err := config.Read(content, getenv, &o.configuration); err != nil {
 			return o, fmt.Errorf("%w: --config %q: %w", errUsage, *path, err)
-		}
-		// The flags are parsed again, so that they override the file.
-		f, _, _ = flags(&o, getenv)
-		if err := cli.Parse(f, args, "", out); err != nil {
-			return o, err
 		}
 	}
 	if *print {
@@ -165,34 +130,33 @@ func (o options) check() error {
 		"--namespace %q: not a namespace's name", o.namespace)
 	must(o.ordinal >= 0, "--ordinal %d: must not be negative", o.ordinal)
 	must(o.replica != "", "--replica %q: required, or set POD_NAME", o.replica)
-	addresses := []struct{ flag, value string }{
-		{"--admission-address", o.Addresses.Admission}, {"--agents-address", o.Addresses.Agents},
-		{"--metrics-address", o.Addresses.Metrics}, {"--probes-address", o.Addresses.Probes},
-		{"--dashboard-address", o.Addresses.Dashboard},
+	addresses := []struct{ key, value string }{
+		{"admission", o.Addresses.Admission}, {"agents", o.Addresses.Agents}, {"metrics", o.Addresses.Metrics},
+		{"probes", o.Addresses.Probes}, {"dashboard", o.Addresses.Dashboard},
 	}
 	for i, a := range addresses {
-		if a.value == "" && a.flag == "--dashboard-address" {
+		if a.value == "" && a.key == "dashboard" {
 			continue // it is not served
 		}
 		_, err := net.ResolveTCPAddr("tcp", a.value)
-		must(err == nil && strings.Contains(a.value, ":"), "%s %q: not a host:port: %v", a.flag, a.value, err)
+		must(err == nil && strings.Contains(a.value, ":"), "addresses.%s %q: not a host:port: %v", a.key, a.value, err)
 		for _, other := range addresses[:i] {
-			must(err != nil || !sameSocket(a.value, other.value), "%s %q: %s %q has this port", a.flag, a.value,
-				other.flag, other.value)
+			must(err != nil || !sameSocket(a.value, other.value), "addresses.%s %q: addresses.%s %q has this port",
+				a.key, a.value, other.key, other.value)
 		}
 	}
 	if dir := o.Certificates.Dir; dir != "" {
 		for _, name := range []string{"tls.crt", "tls.key"} {
 			_, err := os.Stat(filepath.Join(dir, name))
-			must(err == nil, "--cert-dir %q: %v", dir, err)
+			must(err == nil, "certificates.dir %q: %v", dir, err)
 		}
 		_, err := os.Stat(filepath.Join(dir, certs.CAKey))
-		must(err == nil || o.tokenFile == "", "--cert-dir %q: no %s, with which replicas verify each other: %v", dir,
-			certs.CAKey, err)
+		must(err == nil || o.tokenFile == "", "certificates.dir %q: no %s, with which replicas verify each other: %v",
+			dir, certs.CAKey, err)
 	}
 	if file := o.Certificates.AdmissionSecretFile; file != "" {
 		if err := admission.CheckSecretFile(file); err != nil {
-			errs = append(errs, fmt.Errorf("--admission-secret-file %q: %w", file, err))
+			errs = append(errs, fmt.Errorf("certificates.admissionSecretFile %q: %w", file, err))
 		}
 	}
 	for _, of := range []struct{ key, name string }{

@@ -57,7 +57,7 @@ func newReplicas(o options, who *identity.Kubernetes, certificates *servingTLS, 
 	}
 	_, port, err := net.SplitHostPort(o.Addresses.Agents)
 	if err != nil {
-		return nil, fmt.Errorf("%w: --agents-address %q: %w", errUsage, o.Addresses.Agents, err)
+		return nil, fmt.Errorf("%w: addresses.agents %q: %w", errUsage, o.Addresses.Agents, err)
 	}
 	dialer := &net.Dialer{Timeout: peerConnect}
 	client := &http.Client{Transport: &http.Transport{

@@ -29,14 +29,16 @@ users: [{name: u, user: {token: t}}]
 `, planes.FreeAddress(t)), 0o600); err != nil {
 		t.Fatal(err)
 	}
+	config := file(t, head+fmt.Sprintf(`addresses:
+  {admission: '127.0.0.1:0', agents: '127.0.0.1:0', metrics: '127.0.0.1:0', probes: '%s', dashboard: ''}
+times: {shutdownDelay: 0s}
+`, probes))
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	ended := make(chan error, 1)
 	var out agenttest.Log
 	go func() {
-		ended <- run(ctx, []string{"--kubeconfig", kubeconfig, "--probes-address", probes,
-			"--admission-address=127.0.0.1:0", "--agents-address=127.0.0.1:0", "--metrics-address=127.0.0.1:0",
-			"--dashboard-address=", "--shutdown-delay=0s"}, env, &out, &out)
+		ended <- run(ctx, append(config, "--kubeconfig", kubeconfig), env, &out, &out)
 	}()
 	ask := func(path string) (int, string) {
 		response, err := http.Get("http://" + probes + path)

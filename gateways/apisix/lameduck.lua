@@ -271,9 +271,9 @@ local function process(pid)
 end
 
 local function report()
-    local out = { now = ngx.now(), answered = ngx.worker.pid(), processes = {}, picks = {} }
+    local out = { now = ngx.now(), processes = {}, picks = {} }
     local lost, newest = dict:get("lost"), 0
-    out.master = process(out.answered)
+    out.master = process(ngx.worker.pid())
     local _, started = process(out.master)
     out.started = started
     local children = read("/proc/" .. out.master .. "/task/" .. out.master .. "/children")

@@ -81,6 +81,8 @@ annotations:
 {{- if ne (int $port) (get $defaults $name) }}{{ $_ := set $addresses $name (printf ":%v" $port) }}{{ end -}}
 {{- end -}}
 {{- with $addresses }}{{ $_ := set $values "addresses" . }}{{ end -}}
+{{- if ne .Values.certificates "managed" }}{{ $_ := set $values "certificates" (dict "dir" "/etc/lameduck-tls") }}{{ end -}}
+{{- if eq .Values.certificates "own" }}{{ $_ := set $values.certificates "admissionSecretFile" "/etc/lameduck-admission/secret" }}{{ end -}}
 {{- mergeOverwrite $values (deepCopy .Values.config) | toYaml }}
 {{- end }}
 

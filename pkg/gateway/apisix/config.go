@@ -19,11 +19,7 @@ type Config struct {
 	// AdminKeyFile holds the key of the Admin API. Read again at each request. Empty: no key.
 	AdminKeyFile string `json:"adminKeyFile,omitempty"`
 	// Control is the control API of this APISIX with the plug-in lameduck: http://127.0.0.1:9090.
-	// Exactly one of control and probe is needed.
-	Control string `json:"control,omitempty"`
-	// Probe is the route with gateways/apisix/probe.lua on this APISIX, without the plug-in:
-	// http://127.0.0.1:9080/PATH. It does not count requests, so no target is ever Idle.
-	Probe string `json:"probe,omitempty"`
+	Control string `json:"control"`
 	// Upstreams are the upstream objects that the agent creates and directs. At least one is
 	// required. Routes refer to them by upstream_id.
 	Upstreams []Upstream `json:"upstreams"`
@@ -69,14 +65,13 @@ func (c *Config) Check() (errs []error) {
 	admin, err := url.Parse(c.Admin)
 	must(err == nil && admin.Host != "" && (admin.Scheme == "http" || admin.Scheme == "https"), "admin", c.Admin,
 		"want a URL such as http://127.0.0.1:9180")
-	own, err := url.Parse(c.Control + c.Probe)
-	ok := err == nil && own.Scheme == "http" && (c.Control == "" || c.Probe == "")
+	own, err := url.Parse(c.Control)
+	ok := err == nil && own.Scheme == "http"
 	if ok {
 		address, err := netip.ParseAddrPort(own.Host)
 		ok = err == nil && address.Addr().IsLoopback()
 	}
-	must(ok, "control or probe", c.Control+c.Probe, "want exactly one, http://127.0.0.1:PORT: the agent runs in the "+
-		"pod of the gateway")
+	must(ok, "control", c.Control, "want http://127.0.0.1:PORT: the agent runs in the pod of the gateway")
 	must(len(c.Upstreams) > 0, "upstreams", "", "at least one is needed")
 	seen := map[string]bool{}
 	for i, u := range c.Upstreams {

@@ -23,7 +23,7 @@ import (
 )
 
 // fake is an APISIX with its etcd, as far as this package uses it: the Admin API, the control API
-// with the plug-in, the route with the probe, and a data port that sends real requests.
+// with the plug-in, and a data port that sends real requests.
 type fake struct {
 	t      testing.TB
 	server *httptest.Server
@@ -365,16 +365,7 @@ func (f *fake) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case r.URL.Path == "/v1/discovery/kubernetes/dump":
 		f.dump(w)
 	case r.URL.Path == "/v1/plugin/lameduck":
-		answer(w, http.StatusOK, f.report(0))
-	case r.URL.Path == "/probe":
-		f.mu.Lock()
-		at := f.next()
-		f.mu.Unlock()
-		if at == nil {
-			<-r.Context().Done()
-			return
-		}
-		answer(w, http.StatusOK, f.report(at.pid))
+		answer(w, http.StatusOK, f.report())
 	default:
 		f.proxy(w, r)
 	}
@@ -483,8 +474,8 @@ func (f *fake) admin(w http.ResponseWriter, r *http.Request, key string) {
 	}
 }
 
-// report answers as the plug-in does, or as the probe does in one worker.
-func (f *fake) report(own int) map[string]any {
+// report answers as the plug-in does.
+func (f *fake) report() map[string]any {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.reap()
@@ -505,8 +496,8 @@ func (f *fake) report(own int) map[string]any {
 			}
 		}
 		p := map[string]any{"title": title, "started": strconv.Itoa(7000 + w.pid)}
-		if !w.mute && (own == 0 || own == w.pid) {
-			report := map[string]any{"at": seconds(w.at), "counting": own == 0, "upstreams": upstreams}
+		if !w.mute {
+			report := map[string]any{"at": seconds(w.at), "counting": true, "upstreams": upstreams}
 			if f.observed {
 				report["nodes"], report["unlisted"], report["discovers"] = maps.Clone(w.lists), f.unlisted, discovers
 			}
@@ -520,12 +511,8 @@ func (f *fake) report(own int) map[string]any {
 			picks[fmt.Sprintf("%d * %d", w.pid, began)] = n
 		}
 	}
-	all := map[string]any{"now": seconds(time.Now()), "answered": own, "master": strconv.Itoa(f.master()),
-		"started": strconv.Itoa(7000 + f.master()), "processes": processes}
-	if own == 0 {
-		all["picks"] = picks
-	}
-	return all
+	return map[string]any{"now": seconds(time.Now()), "master": strconv.Itoa(f.master()),
+		"started": strconv.Itoa(7000 + f.master()), "processes": processes, "picks": picks}
 }
 
 func (f *fake) snapshotLive(w *worker) {

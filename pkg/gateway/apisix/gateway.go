@@ -28,9 +28,7 @@
 // A request uses the nodes that its process had when the request began. That includes its retries,
 // and a connection that is opened only after a slow upload. The plug-in counts requests by that
 // version. For a target that is out, Active is the number of requests of earlier versions,
-// including those to other targets. Without the plug-in, a route answers for one worker at each
-// connection. An old worker does not answer, so no target is out while an old worker exists, and no
-// target is ever Idle.
+// including those to other targets.
 //
 // While something else routes to a target that is to be out (a route, service, plug-in or other
 // upstream with that node, or one that resolves the Service), its pool is unread, with the reason.
@@ -64,10 +62,6 @@ import (
 	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
-
-// forgetAfter is how long a target that is out is remembered if requests are not counted. It
-// exceeds the time that APISIX gives old workers (worker_shutdown_timeout, 240 s).
-const forgetAfter = 5 * time.Minute
 
 // lateFor is how long a write without an answer may still be carried out: APISIX reads from etcd,
 // and then writes, and by default waits for 30 s each time.
@@ -112,9 +106,6 @@ func open(cfg Config, name string) *Gateway {
 		client: &http.Client{Transport: &http.Transport{DisableKeepAlives: true}},
 	}
 	g.read = g.control
-	if cfg.Probe != "" {
-		g.read = g.probe
-	}
 	for _, u := range cfg.Upstreams {
 		g.services[health.Pool(u.Upstream)] = u.Service
 	}
@@ -281,11 +272,7 @@ func (g *Gateway) see(k health.Key, u *upstream, r *report) (health.Seen, error)
 			return is, fmt.Errorf("process %s has not loaded upstream %s", pid, k.Pool)
 		}
 	}
-	until, _ := l.parse()
-	if is.Active = r.active(k.Pool, since.version); r.Picks == nil && known &&
-		(routed || time.Since(until.Add(-veto)) < forgetAfter) {
-		is.Active = 1
-	}
+	is.Active = r.active(k.Pool, since.version)
 	is.Present = known || is.Routed || is.Active > 0
 	return is, nil
 }

@@ -298,39 +298,6 @@ func TestIdleOnceOlderGenerationsHaveEnded(t *testing.T) {
 	l.end[1]()
 }
 
-// The same proof from the probe: all workers, no old one, and never Idle.
-func TestProbe(t *testing.T) {
-	l := newLab(t)
-	cfg := l.f.config()
-	cfg.Control, cfg.Probe = "", l.f.server.URL+"/probe"
-	l.g = open(cfg, "a")
-	l.apply(health.WantRemoved, l.gone)
-	if got := l.claim(l.gone); got != "removed" {
-		t.Errorf("without requests it is %s, want removed: the probe does not count", got)
-	}
-	l.apply(health.WantAbsent, l.gone)
-	if got := l.claim(l.gone); got != "removed" {
-		t.Errorf("after the op to forget it, it is %s", got)
-	}
-	l.f.workers[0].halves = 1
-	l.f.reload()
-	if got := l.claim(l.gone); got != "routed" {
-		t.Errorf("beside an old worker it is %s, want routed", got)
-	}
-	l.f.mu.Lock()
-	l.f.workers[0].halves = 0
-	l.f.mu.Unlock()
-	if got := l.claim(l.gone); got != "removed" {
-		t.Errorf("once the old worker has ended it is %s", got)
-	}
-	l.f.mu.Lock()
-	l.f.workers[1].mute = true
-	l.f.mu.Unlock()
-	if got := l.claim(l.gone); got != "unread" {
-		t.Errorf("with a worker that does not answer it is %s", got)
-	}
-}
-
 // Two agents write one upstream. The one that was not told of the exclusion yet does not undo it.
 func TestTheOtherAgentDoesNotPutBack(t *testing.T) {
 	l := newLab(t)

@@ -20,20 +20,16 @@ const (
 	fresh = 500 * time.Millisecond
 	// pause is the time between two readings of such a wait.
 	pause = 10 * time.Millisecond
-	// probes bounds the connections for one reading of all workers. In a test, 14 connections were
-	// enough to reach four workers.
-	probes = 200
 )
 
-// report is the answer of gateways/apisix/lameduck.lua and gateways/apisix/probe.lua.
+// report is the answer of the plug-in, gateways/apisix/lameduck.lua.
 type report struct {
 	Now       float64
-	Answered  int
 	Master    string
 	Started   string
 	Processes map[string]*process
 	// Picks counts the running requests. Each key is a process, an upstream and a version,
-	// separated by spaces. nil: requests are not counted.
+	// separated by spaces.
 	Picks map[string]int
 	Lost  bool
 }
@@ -86,7 +82,7 @@ func (r *report) missing() error {
 			return fmt.Errorf("process %s has not reported", pid)
 		case r.Now-p.Report.At > fresh.Seconds():
 			return fmt.Errorf("process %s has not reported for %.1f s", pid, r.Now-p.Report.At)
-		case r.Picks != nil && !p.Report.Counting:
+		case !p.Report.Counting:
 			return fmt.Errorf("process %s counts no requests: the plug-in is not a global rule", pid)
 		}
 	}
@@ -140,33 +136,8 @@ func (g *Gateway) report(ctx context.Context) (*report, error) {
 
 // control reads the plug-in's report of all processes.
 func (g *Gateway) control(ctx context.Context) (*report, error) {
-	return g.ask(ctx, strings.TrimSuffix(g.cfg.Control, "/")+"/v1/plugin/lameduck")
-}
-
-// probe connects to the data port until each worker that takes connections has answered.
-func (g *Gateway) probe(ctx context.Context) (r *report, err error) {
-	answered := map[string]*process{}
-	for range probes {
-		if r, err = g.ask(ctx, g.cfg.Probe); err != nil {
-			return nil, err
-		}
-		r.Picks = nil
-		pid := strconv.Itoa(r.Answered)
-		answered[pid] = r.Processes[pid]
-		for pid, p := range r.Processes {
-			if other := answered[pid]; other != nil && other.Started == p.Started {
-				p.Report = other.Report
-			}
-		}
-		if r.missing() == nil {
-			break
-		}
-	}
-	return r, nil
-}
-
-func (g *Gateway) ask(ctx context.Context, url string) (*report, error) {
 	var r report
+	url := strings.TrimSuffix(g.cfg.Control, "/") + "/v1/plugin/lameduck"
 	if _, err := g.call(ctx, http.MethodGet, url, nil, &r); err != nil {
 		return nil, err
 	}

@@ -26,18 +26,13 @@ type Config struct {
 
 // Service is one port of a Service.
 type Service struct {
-	// Service is namespace/name. Any of its pods must be able to stand for another: a headless
-	// Service, or one with the session affinity ClientIP, is refused if the agent may list
-	// Services.
+	// Service is namespace/name. Any of its pods must be able to stand for another. The gateway
+	// must not bind clients to a pod (a cookie, a hash) or verify certificates of single pods
+	// (HBONE, Linkerd). A headless Service, or one with the session affinity ClientIP, is refused
+	// if the agent may list Services.
 	Service string `json:"service"`
 	// Port is the name of its port. Empty: the only one.
 	Port string `json:"port,omitempty"`
-	// Sticky states that the gateway binds clients to a pod, for example by a cookie. true is
-	// refused.
-	Sticky bool `json:"sticky,omitempty"`
-	// Identity "pod" states that the gateway verifies the identity of each pod by a certificate
-	// (HBONE, Linkerd). Every value but the empty one is refused.
-	Identity string `json:"identity,omitempty"`
 	// HTTP1Quiet is a duration such as 1s, at least 50ms, for plain HTTP/1.1 only. The agent closes
 	// connections to an excluded pod, and redirected connections of a pod that is routed again,
 	// once nothing has passed for this long after an answer. An answer that pauses for longer is
@@ -86,13 +81,6 @@ func (c *Config) Check() (errs []error) {
 	for i, s := range c.Services {
 		if _, err := s.quiet(); err != nil {
 			bad("services[%d].http1Quiet %q: %w", i, s.HTTP1Quiet, err)
-		}
-		if s.Sticky {
-			bad("services[%d].sticky: %s cannot be redirected: its clients are bound to a pod", i, s.Service)
-		}
-		if s.Identity != "" {
-			bad("services[%d].identity %q: %s cannot be redirected: its pods have identities of their own", i,
-				s.Identity, s.Service)
 		}
 		if len(s.pool()) > maxPool {
 			bad("services[%d] %q: longer than %d", i, s.pool(), maxPool)

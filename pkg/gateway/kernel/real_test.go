@@ -1065,8 +1065,6 @@ func TestCheck(t *testing.T) {
 		"podUID":                 {Services: []Service{good}},
 		"services: required":     {PodUID: "u"},
 		"services[1]":            {PodUID: "u", Services: []Service{good, good}},
-		"services[0].sticky":     {PodUID: "u", Services: []Service{{Service: "shop/web", Sticky: true}}},
-		"services[0].identity":   {PodUID: "u", Services: []Service{{Service: "shop/web", Identity: "pod"}}},
 		"services[0].http1Quiet": {PodUID: "u", Services: []Service{{Service: "shop/web", HTTP1Quiet: "soon"}}},
 	} {
 		errs := c.Check()

@@ -30,7 +30,7 @@ func open(t *testing.T) *stage.Stage {
 	harness.HAProxy(t)
 	// The API server finds the kubelet, see serveKubelet, by the node's address: there is no DNS.
 	return harness.Stage(t, cluster.Options{APIServer: []string{"--kubelet-preferred-address-types=InternalIP"}},
-		stage.Options{WebhookArgs: []string{"--dashboard-address=" + address}})
+		stage.Options{Dashboard: address})
 }
 
 // shop installs into a namespace an application of four pods, behind HAProxy and its agent, with

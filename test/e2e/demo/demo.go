@@ -72,7 +72,7 @@ func newDemo(ctx context.Context, o options, say func(string, ...any)) (*demo, e
 	}
 	d.stage, err = stage.Open(ctx, d.cluster, stage.Options{
 		Bin: o.bin, Dir: o.logs, Observe: d.observe, Log: logger(o.logs),
-		WebhookArgs: []string{"--dashboard-address=" + page},
+		Dashboard: page,
 	})
 	if err != nil {
 		d.cluster.Stop()

@@ -138,10 +138,10 @@ excludedNamespaces: [kube-system, ci]
 		}},
 	{Name: "a cluster whose operators look for a fault", OnNode: true,
 		Values: `
-webhook: {extraArgs: [--log-level=debug]}
+config: {logLevel: debug}
 barrier: {enabled: true, extraArgs: [--log-level=debug]}
 `,
-		Has: map[string][]string{coordinator: {`"--log-level=debug"`}, nodeAgents: {`"--log-level=debug"`}}},
+		Has: map[string][]string{file: {`logLevel: debug`}, nodeAgents: {`"--log-level=debug"`}}},
 	{Name: "gateways of three kinds, two of them with agents by the chart", OnNode: true,
 		Values: `
 gateways:
@@ -220,12 +220,12 @@ runAsUser: 1000650000
 		Has:    map[string][]string{file: {`mode: observe`, `logLevel: debug`, `dashboard: 127.0.0.1:8090`}}},
 	{Name: "certificates by cert-manager, and the namespace by the chart",
 		Values: `{certificates: certManager, createNamespace: true}`,
-		Has: map[string][]string{coordinator: {`"--cert-dir=/etc/lameduck-tls"`},
+		Has: map[string][]string{file: {`certificates:\n  dir: /etc/lameduck-tls`},
 			"Namespace <nil>/lameduck-system":          {`"pod-security.kubernetes.io/enforce":"restricted"`},
 			"Certificate lameduck-system/lameduck-tls": {`"*.lameduck-system.svc"`}}},
 	{Name: "certificates that are brought along", Values: `certificates: own`,
-		Has: map[string][]string{coordinator: {`"--admission-secret-file=/etc/lameduck-admission/secret"`,
-			`"secretName":"lameduck-tls"`},
+		Has: map[string][]string{coordinator: {`"secretName":"lameduck-tls"`},
+			file: {`certificates:\n  admissionSecretFile: /etc/lameduck-admission/secret\n  dir: /etc/lameduck-tls`},
 			"-ClusterRole <nil>/lameduck-certificates": nil, "-Secret lameduck-system/lameduck-certificates": nil}},
 	{Name: "OpenShift, which assigns users", Values: `runAsUser: null`,
 		Has: map[string][]string{coordinator: {`"runAsNonRoot":true,"seccompProfile"`},

@@ -345,13 +345,28 @@ func TestTheChartsGateways(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	config := objects(t, text)["ConfigMap lameduck-system/lameduck-coordinator"]["data"].(object)["coordinator.yaml"]
+	const address = "127.0.0.1:19445"
 	dir := t.TempDir()
+	var config object
+	data := objects(t, text)["ConfigMap lameduck-system/lameduck-coordinator"]["data"].(object)
+	if err := yaml.Unmarshal([]byte(data["coordinator.yaml"].(string)), &config); err != nil {
+		t.Fatal(err)
+	}
+	addresses := object{"dashboard": address}
+	for _, name := range []string{"admission", "agents", "metrics", "probes"} {
+		addresses[name] = "127.0.0.1:0"
+	}
+	maps.Copy(config, object{"addresses": addresses, "times": object{"shutdownDelay": "0s"},
+		"certificates": object{"dir": dir, "admissionSecretFile": filepath.Join(dir, "secret")}})
+	file, err := yaml.Marshal(config)
+	if err != nil {
+		t.Fatal(err)
+	}
 	ca, err := cluster.NewCA()
 	if err == nil {
 		err = ca.IssueFiles(dir, "localhost")
 	}
-	for name, content := range map[string]string{"coordinator.yaml": config.(string),
+	for name, content := range map[string]string{"coordinator.yaml": string(file),
 		"secret": strings.Repeat("s", 32)} {
 		if err == nil {
 			err = os.WriteFile(filepath.Join(dir, name), []byte(content), 0o600)
@@ -360,13 +375,8 @@ func TestTheChartsGateways(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	const address = "127.0.0.1:19445"
 	args := []string{"--config=" + filepath.Join(dir, "coordinator.yaml"), "--kubeconfig=" + s.Cluster.Kubeconfig(),
-		"--namespace=" + stage.System, "--replica=charted", "--cert-dir=" + dir, "--dashboard-address=" + address,
-		"--admission-secret-file=" + filepath.Join(dir, "secret"), "--shutdown-delay=0s"}
-	for _, name := range []string{"admission", "agents", "metrics", "probes"} {
-		args = append(args, "--"+name+"-address=127.0.0.1:0")
-	}
+		"--namespace=" + stage.System, "--replica=charted"}
 	var log bytes.Buffer
 	coordinator := exec.CommandContext(t.Context(), filepath.Join(harness.Programs(t), "webhook"), args...)
 	coordinator.Cancel = func() error { return coordinator.Process.Signal(os.Interrupt) }

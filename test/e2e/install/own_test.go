@@ -2,6 +2,7 @@ package install
 
 import (
 	"context"
+	"fmt"
 	"net"
 	"os"
 	"os/exec"
@@ -68,10 +69,17 @@ subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: "` + account 
 		}
 		return string(text)
 	}
+	config := filepath.Join(dir, "coordinator.yaml")
+	if err := os.WriteFile(config, fmt.Appendf(nil, `apiVersion: lameduck.io/v1alpha1
+kind: CoordinatorConfiguration
+addresses: {admission: %q, agents: "127.0.0.1:0", metrics: %q, probes: "127.0.0.1:0"}
+certificates: {dir: %q, admissionSecretFile: %q}
+times: {shutdownDelay: 0s}
+`, address, people, tls, secret), 0o600); err != nil {
+		t.Fatal(err)
+	}
 	cmd := exec.Command(filepath.Join(harness.Programs(t), "webhook"), "--kubeconfig="+kubeconfig, "--namespace=own",
-		"--replica=brought-along", "--ordinal=0", "--cert-dir="+tls,
-		"--admission-secret-file="+secret, "--admission-address="+address, "--agents-address=127.0.0.1:0",
-		"--metrics-address="+people, "--probes-address=127.0.0.1:0", "--shutdown-delay=0s")
+		"--replica=brought-along", "--ordinal=0", "--config="+config)
 	cmd.Stderr = log
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)

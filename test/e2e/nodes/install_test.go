@@ -30,6 +30,11 @@ func (l *lab) manifests(t *testing.T) []object {
 		}
 		all = append(all, objects...)
 	}
+	for _, o := range all {
+		if data, ok := o["data"].(object); ok && data["coordinator.yaml"] != nil && timed() {
+			data["coordinator.yaml"] = data["coordinator.yaml"].(string) + "logLevel: debug\n"
+		}
+	}
 	return all
 }
 
@@ -69,10 +74,6 @@ func (l *lab) install(t *testing.T) {
 			pod := o["spec"].(object)["template"].(object)["spec"].(object)
 			maps.Copy(pod["affinity"].(object), notOn("node-3"))
 			entitle(pod)
-			if timed() {
-				container := pod["containers"].([]any)[0].(object)
-				container["args"] = append(container["args"].([]any), "--log-level=debug")
-			}
 			workloads = append(workloads, o)
 		case o["kind"] == "DaemonSet":
 			entitle(o["spec"].(object)["template"].(object)["spec"].(object))

@@ -109,7 +109,7 @@ func TestScale(t *testing.T) {
 		t.Fatal("LAMEDUCK_BIN is not set: programs with the race detector are not to be measured")
 	}
 	agents := harness.Number(t, "AGENTS", 1000)
-	s := harness.Stage(t, cluster.Options{}, stage.Options{WebhookArgs: []string{"--log-level=info"}})
+	s := harness.Stage(t, cluster.Options{}, stage.Options{LogLevel: "info"})
 	config := s.Cluster.Config()
 	config.WarningHandler = rest.NoWarnings{}
 	kube, err := kubernetes.NewForConfig(config)

@@ -22,7 +22,7 @@ func open(t *testing.T) *stage.Stage {
 	t.Helper()
 	harness.HAProxy(t)
 	return harness.Stage(t, cluster.Options{}, stage.Options{Entries: 1, CRDs: stage.GatewayAPI,
-		WebhookArgs: []string{"--dashboard-address=$(POD_IP):9445"}})
+		Dashboard: "${POD_IP}:9445"})
 }
 
 // clients sends requests until they are stopped.

@@ -206,7 +206,7 @@ func open(t *testing.T) (*stage.Stage, []*process) {
 	haproxy := harness.HAProxy(t)
 	// Compaction every minute, because each life is some versions of some objects.
 	s := harness.Stage(t, cluster.Options{APIServer: []string{"--etcd-compaction-interval=1m"}}, stage.Options{
-		Entries: 2, WebhookArgs: []string{"--log-level=info"},
+		Entries: 2, LogLevel: "info",
 		Ignore: func(p *corev1.Pod) bool { _, is := p.Labels[lifeLabel]; return is },
 	})
 	must(t, s.AddNode(t.Context(), "node-2", netip.MustParsePrefix("10.244.9.0/24")))

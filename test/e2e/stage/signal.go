@@ -5,7 +5,9 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
+	"strings"
 	"syscall"
 
 	corev1 "k8s.io/api/core/v1"
@@ -21,7 +23,7 @@ func (s *Stage) Signal(pod *corev1.Pod, program string, signal syscall.Signal) e
 }
 
 // Process returns the process id of a pod's process that runs a program of Bin and has the pod's
-// address in its arguments. It is an error if there is not exactly one.
+// address as POD_IP in its environment. It is an error if there is not exactly one.
 func (s *Stage) Process(pod *corev1.Pod, program string) (int, error) {
 	processes, err := filepath.Glob("/proc/[0-9]*/cmdline")
 	if err != nil {
@@ -31,8 +33,11 @@ func (s *Stage) Process(pod *corev1.Pod, program string) (int, error) {
 	for _, path := range processes {
 		text, err := os.ReadFile(path)
 		name, _, _ := bytes.Cut(text, []byte{0})
-		if err != nil || string(name) != filepath.Join(s.Bin, program) ||
-			!bytes.Contains(text, []byte("-address="+pod.Status.PodIP+":")) {
+		if err != nil || string(name) != filepath.Join(s.Bin, program) {
+			continue
+		}
+		environment, err := os.ReadFile(filepath.Join(filepath.Dir(path), "environ"))
+		if err != nil || !slices.Contains(strings.Split(string(environment), "\x00"), "POD_IP="+pod.Status.PodIP) {
 			continue
 		}
 		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path)))

@@ -69,8 +69,10 @@ type Options struct {
 	Overlap time.Duration
 	// CRDs are CustomResourceDefinitions that are established before the coordinator starts.
 	CRDs string
-	// WebhookArgs are more flags of the coordinator.
-	WebhookArgs []string
+	// Dashboard is addresses.dashboard of the coordinator. Empty: the page is not served.
+	Dashboard string
+	// LogLevel is logLevel of the coordinator. Empty: debug.
+	LogLevel string
 	// Dir is where volumes and logs of pods are kept. Empty: in a temporary folder.
 	Dir string
 	// Observe is told what happens to pods. May be nil.
