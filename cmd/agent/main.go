@@ -1,8 +1,7 @@
 // Command agent runs beside a gateway, or on a node for kube-proxy. It directs or observes the
 // gateway and acknowledges to coordinators (cmd/webhook) when the gateway has stopped routing to a
-// pod. On a node it also answers preStop hooks. "agent record" records a gateway's admin interface.
-// This package parses the configuration and wires the packages below internal/agent; the gateways
-// themselves are below pkg/gateway.
+// pod. On a node it also answers preStop hooks. This package parses the configuration and wires the
+// packages below internal/agent; the gateways themselves are below pkg/gateway.
 package main
 
 import (
@@ -14,7 +13,6 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/lameduck-io/lameduck/internal/agent/discovery"
-	"github.com/lameduck-io/lameduck/internal/agent/record"
 	"github.com/lameduck-io/lameduck/internal/cli"
 	"github.com/lameduck-io/lameduck/internal/kubeclient"
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -26,9 +24,6 @@ func main() { cli.Main("agent", run) }
 // run is the whole program. getenv returns KUBECONFIG, NODE_NAME and the variables that the
 // configuration file refers to as ${NAME}.
 func run(ctx context.Context, args []string, getenv func(string) string, stdout, stderr io.Writer) error {
-	if len(args) > 0 && args[0] == "record" {
-		return record.Run(ctx, args[1:], stdout, stderr)
-	}
 	o, err := parse(args, getenv, stdout)
 	if err != nil {
 		return err

@@ -21,7 +21,6 @@ import (
 	"github.com/lameduck-io/lameduck/internal/agent/nodepods"
 	"github.com/lameduck-io/lameduck/internal/agent/observation"
 	"github.com/lameduck-io/lameduck/internal/agent/serving"
-	"github.com/lameduck-io/lameduck/internal/agent/source"
 	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -71,10 +70,6 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 		{Name: "observed", Last: true, Run: func(ctx context.Context) error {
 			return watched.Run(ctx, func(targets []netip.AddrPort) bool { return !pods.Owned(targets) })
 		}},
-	}
-	if d, ok := g.(gateway.Discoverer); ok {
-		behind := source.NewBehind(kube, o.kind.Routes(), d, registry, log)
-		tasks = append(tasks, serve.Task{Name: "behind", Run: behind.Run})
 	}
 	if o.nodeName != "" {
 		tasks = append(tasks, serve.Task{Name: "node", Run: func(ctx context.Context) error {

@@ -122,8 +122,7 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.BoolVar(&print, "print-config", false, "print the configuration with its defaults, and end")
 	f.BoolVar(&which, "version", false, "print which version this is, and end")
 	if err := cli.Parse(f, args, "agent directs or observes the gateway beside it and acknowledges to Lameduck's "+
-		"coordinators that it has stopped routing to a pod. agent record --help: write what a gateway answers into "+
-		"an archive.", help); err != nil {
+		"coordinators that it has stopped routing to a pod.", help); err != nil {
 		return o, err
 	}
 	if which {

@@ -99,14 +99,6 @@ type Looker interface {
 	Look(targets []netip.AddrPort, changed func()) Watch
 }
 
-// Discoverer is an [Observed] whose data plane watches EndpointSlices by itself. If that watch
-// stops, the data plane shows no error, so the agent compares its addresses with EndpointSlices.
-type Discoverer interface {
-	// Discovered returns the addresses at which it has found a Service, namespace/name. It returns
-	// false if the gateway does not look for it, or could not be read.
-	Discovered(service string) (addresses []netip.Addr, ok bool)
-}
-
 // Cleaner is an [Observed] that keeps connections to pods which no longer exist.
 type Cleaner interface {
 	// Clean forgets the connections to targets. The agent calls it once nothing is sent to them and

@@ -4,12 +4,9 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
-	"maps"
 	"net/netip"
-	"slices"
 	"strconv"
 	"strings"
-	"sync"
 
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/gateway/poll"
@@ -18,8 +15,7 @@ import (
 
 // ObservedConfig is one APISIX that something else configures, in whose pod the agent runs:
 // stand-alone, or with the ingress controller. Admin is its control API with the plug-in lameduck,
-// whose global rule has {"observed": true}: http://127.0.0.1:9090. What discovery.kubernetes has
-// found is compared for the Services that are listed.
+// whose global rule has {"observed": true}: http://127.0.0.1:9090.
 type ObservedConfig struct{ poll.Config }
 
 // Name implements gateway.Kind.
@@ -28,44 +24,24 @@ func (*ObservedConfig) Name() string { return "apisix-observed" }
 // Observe implements gateway.ObservedKind. The settle time is 0, because each answer contains the
 // reports of all processes themselves.
 func (c *ObservedConfig) Observe(log *slog.Logger) gateway.Observed {
-	r := &reader{}
-	o := observed{c.Poll(r.read, 0, log), r}
-	o.Counts = true
-	return o
-}
-
-// observed implements gateway.Discoverer.
-type observed struct {
-	*poll.Gateway
-	*reader
-}
-
-// reader keeps the endpoints that discovery.kubernetes has found.
-type reader struct {
-	mu         sync.Mutex
-	discovered map[string][]netip.Addr
+	g := c.Poll(read, 0, log)
+	g.Counts = true
+	return g
 }
 
 // read implements poll.Read. A target is Removed if every process, including the old ones, has
 // reported and does not list it. Requests that began before that report of their process may still
 // be sent to it.
-func (r *reader) read(get func(path string, into any) error) ([]poll.Host, error) {
-	hosts, discovers, err := r.processes(get)
-	found := map[string][]netip.Addr{}
-	if err == nil && discovers {
-		var more []poll.Host
-		more, err = r.dump(get, found)
-		hosts = append(hosts, more...)
+func read(get func(path string, into any) error) ([]poll.Host, error) {
+	hosts, discovers, err := processes(get)
+	if err != nil || !discovers {
+		return hosts, err
 	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.discovered = found; err != nil {
-		r.discovered = nil
-	}
-	return hosts, err
+	more, err := dump(get)
+	return append(hosts, more...), err
 }
 
-func (r *reader) processes(get func(path string, into any) error) (hosts []poll.Host, discovers bool, err error) {
+func processes(get func(path string, into any) error) (hosts []poll.Host, discovers bool, err error) {
 	var is report
 	if err := get("/v1/plugin/lameduck", &is); err != nil {
 		return nil, false, err
@@ -139,12 +115,10 @@ func (l *list[T]) UnmarshalJSON(text []byte) error {
 	return json.Unmarshal(text, (*[]T)(l))
 }
 
-// dump returns the endpoints that discovery.kubernetes has found. It adds the addresses of each
-// Service to found if there is only one cluster, which then has no ID.
-func (r *reader) dump(get func(path string, into any) error, found map[string][]netip.Addr) ([]poll.Host, error) {
+// dump returns the endpoints that discovery.kubernetes has found.
+func dump(get func(path string, into any) error) ([]poll.Host, error) {
 	var is struct {
 		Endpoints list[struct {
-			ID        string
 			Endpoints list[struct{ Name, Value string }]
 		}]
 	}
@@ -162,28 +136,13 @@ func (r *reader) dump(get func(path string, into any) error, found map[string][]
 				hosts = append(hosts, poll.Host{Name: service.Name}) // the pods of this one alone are unknown
 				continue
 			}
-			addresses := map[netip.Addr]bool{}
 			for _, nodes := range ports {
 				for _, n := range nodes {
-					h, is := host(address(n.Host, n.Port))
-					if is {
-						addresses[h.Target.Addr()] = true
-					}
+					h, _ := host(address(n.Host, n.Port))
 					hosts = append(hosts, h)
 				}
-			}
-			if cluster.ID == "" {
-				found[service.Name] = slices.Collect(maps.Keys(addresses))
 			}
 		}
 	}
 	return hosts, nil
-}
-
-// Discovered implements gateway.Discoverer.
-func (r *reader) Discovered(service string) ([]netip.Addr, bool) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	addresses, ok := r.discovered[service]
-	return addresses, ok
 }

@@ -17,10 +17,7 @@ import (
 	"github.com/lameduck-io/lameduck/test/planes"
 )
 
-var (
-	_ gateway.ObservedKind = (*ObservedConfig)(nil)
-	_ gateway.Discoverer   = observed{}
-)
+var _ gateway.ObservedKind = (*ObservedConfig)(nil)
 
 // watched is the target whose pod is deleted, kept another one.
 const watched, kept = "10.0.0.1:80", "10.0.0.2:80"
@@ -30,7 +27,6 @@ type stand struct {
 	*testing.T
 	f   *fake
 	get func(path string, into any) error
-	r   *reader
 	// guard, if it is not nil, changes what was read as if a guard did not exist.
 	guard func(s *stand, is *report)
 	end   []func()
@@ -73,7 +69,7 @@ func nodes(out bool) string {
 }
 
 func newStand(t *testing.T, config string) *stand {
-	s := &stand{T: t, f: newFake(t, 2), r: &reader{}}
+	s := &stand{T: t, f: newFake(t, 2)}
 	s.f.observed = true
 	configs[config](s.f, false)
 	ask := &Gateway{client: s.f.client}
@@ -90,7 +86,7 @@ func newStand(t *testing.T, config string) *stand {
 
 // claim is as that of a lab.
 func (s *stand) claim() string {
-	hosts, err := s.r.read(s.get)
+	hosts, err := read(s.get)
 	return claimOf(netip.MustParseAddrPort(watched), hosts, err)
 }
 
@@ -217,14 +213,8 @@ func TestLiesOfAnObservedGateway(t *testing.T) {
 // alone shows it, also if no worker lists the target.
 func TestLie12DiscoveryThatIsBlind(t *testing.T) {
 	s := newStand(t, "discovery.kubernetes")
-	if has, ok := s.r.Discovered("shop/web"); ok {
-		t.Errorf("before the first answer it has found %s", has)
-	}
 	if got := s.claim(); got != "routed" {
 		t.Errorf("it is %s", got)
-	}
-	if has, ok := s.r.Discovered("shop/web"); !ok || len(has) != 2 {
-		t.Errorf("it has found %s", has)
 	}
 	// The agent's own watch says that the pod is gone, and the guard is the dump.
 	s.guard = reports(func(nodes map[string]int64) { delete(nodes, watched) })
@@ -245,15 +235,9 @@ func TestLie12DiscoveryThatIsBlind(t *testing.T) {
 	if got := s.claim(); got != "idle" {
 		t.Errorf("once it has seen the removal it is %s", got)
 	}
-	if has, ok := s.r.Discovered("shop/web"); !ok || !slices.Equal(has, []netip.Addr{netip.MustParseAddr("10.0.0.2")}) {
-		t.Errorf("it has found %s", has)
-	}
 	s.f.kill()
 	if got := s.claim(); got != "unread" {
 		t.Errorf("it is %s after its end", got)
-	}
-	if has, ok := s.r.Discovered("shop/web"); ok {
-		t.Errorf("when it cannot be read it has found %s", has)
 	}
 }
 
@@ -278,14 +262,11 @@ func TestLie13OfAnObservedGateway(t *testing.T) {
 	planes.Await(t, w, health.Idle)
 }
 
-// Empty lists of Lua are objects, names are listed as such, and a Service of another cluster is not
-// compared.
+// Empty lists of Lua are objects, and the Services of all clusters are listed.
 func TestGoldenDump(t *testing.T) {
-	r := &reader{}
-	found := map[string][]netip.Addr{}
 	read := func(text string) []poll.Host {
 		t.Helper()
-		hosts, err := r.dump(planes.Answers(map[string]string{"/v1/discovery/kubernetes/dump": text}), found)
+		hosts, err := dump(planes.Answers(map[string]string{"/v1/discovery/kubernetes/dump": text}))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -293,17 +274,16 @@ func TestGoldenDump(t *testing.T) {
 	}
 	hosts := read(`{"config":{},"endpoints":[{"endpoints":[{"name":"default/web","value":
 		"{\"http\":[{\"port\":19001,\"host\":\"127.0.0.1\",\"weight\":50}]}"}]}]}`)
-	if len(hosts) != 1 || hosts[0].Target.String() != "127.0.0.1:19001" || hosts[0].State != health.Routing ||
-		len(found["default/web"]) != 1 {
-		t.Errorf("%+v, %v", hosts, found)
+	if len(hosts) != 1 || hosts[0].Target.String() != "127.0.0.1:19001" || hosts[0].State != health.Routing {
+		t.Errorf("%+v", hosts)
 	}
-	clear(found)
 	if hosts = read(`{"config":[],"endpoints":{}}`); len(hosts) > 0 {
 		t.Errorf("%+v", hosts)
 	}
-	if hosts = read(`{"endpoints":[{"id":"far","endpoints":[{"name":"a/b","value":"{\"http\":{}}"}]},
-		{"id":"near","endpoints":{}}]}`); len(hosts) > 0 || len(found) > 0 {
-		t.Errorf("%+v, %v", hosts, found)
+	hosts = read(`{"endpoints":[{"id":"far","endpoints":[{"name":"a/b","value":
+		"{\"http\":[{\"port\":19002,\"host\":\"127.0.0.1\"}]}"}]},{"id":"near","endpoints":{}}]}`)
+	if len(hosts) != 1 || hosts[0].Target.String() != "127.0.0.1:19002" {
+		t.Errorf("%+v", hosts)
 	}
 }
 

@@ -97,9 +97,8 @@ type real struct {
 	// proved: it waits until that is read.
 	claim func(health.Key) string
 	put   func(want health.Want, proved bool)
-	// Of an observed one: what reads it, and what makes it change once more if it is late.
-	reader *reader
-	again  func()
+	// again makes an observed one change once more if it is late.
+	again func()
 	// got counts the requests that a target has got. fail makes the left one fail.
 	got  map[health.Key]*atomic.Int64
 	fail atomic.Bool

@@ -155,6 +155,13 @@ gateways:
       serviceAccount: envoy
       healthTimeout: 2m
       gateway: {envoy: {population: edge/envoy, admin: "http://127.0.0.1:19000", services: [shop/web]}}
+  - name: outer
+    kind: apisix
+    namespace: edge
+    selector: app=apisix
+    agent:
+      serviceAccount: apisix
+      gateway: {apisixObserved: {population: edge/apisix, admin: "http://127.0.0.1:9090", services: [shop/web]}}
   - name: front
     kind: kernel
     namespace: front
@@ -183,6 +190,8 @@ gateways:
 			"RoleBinding front/lameduck-agent-endpoints-front":              {front},
 			"RoleBinding shop/lameduck-agent-endpoints-front":               {front},
 			"-RoleBinding shop/lameduck-agent-endpoints-inner":              nil,
+			"ConfigMap edge/lameduck-agent-outer":                           {`apisixObserved:`},
+			"-RoleBinding shop/lameduck-agent-endpoints-outer":              nil,
 			"-ConfigMap edge/lameduck-agent-public":                         nil,
 		}},
 	{Name: "the Prometheus operator and Grafana's sidecar",
