@@ -70,8 +70,8 @@ func TestBothGatesAndHealthAreSeen(t *testing.T) {
 	b.await("#verdict", "Nothing is draining, and all is well")
 	explain(b, "both", old[0].Name)
 	for _, says := range []string{
-		"1 gateway that routes to it has acknowledged. Then it would be told to stop when 1 observed gateway has " +
-			"acknowledged, 30s after the deletion at most.",
+		"1 gateway that routes to it has acknowledged. Requests in flight would have to end first",
+		"Then it would be told to stop when 1 observed gateway has acknowledged, 30s after the deletion at most.",
 		node + " (kube-proxy on node-1), at the barrier", "Hooks: app httpGet",
 		"On node-1 " + node + " answers them, and is connected", "both/web states a wait of 2.0 s",
 	} {

@@ -271,7 +271,7 @@ func serve(t *testing.T, m *made, address string) (url string, end func()) {
 						Lifecycle: hook(corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Path: "/v1/wait/id"}})},
 					{Name: "log",
 						Lifecycle: hook(corev1.LifecycleHandler{
-							Exec: &corev1.ExecAction{Command: []string{"lameduck-wait", "id"}}})},
+							Exec: &corev1.ExecAction{Command: []string{"lameduck-wait", "--id=id"}}})},
 				}},
 			}
 		},
