@@ -67,7 +67,7 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 	}
 	routes := o.kind.Routes()
 	ports := source.Ports(routes)
-	endpoints, err := source.New(kube, ports, o.file.EndpointsLag.Duration, set, func(families []serving.Family) {
+	endpoints, err := source.New(kube, ports, set, func(families []serving.Family) {
 		for _, f := range families {
 			following.Queued(f, time.Now())
 		}
@@ -143,8 +143,7 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 	if err != nil {
 		return fmt.Errorf("--metrics-address %q: %w", o.metrics, err)
 	}
-	log.Info("started", "metrics", listener.Addr().String(), "routes", len(ports),
-		"endpointsLag", o.file.EndpointsLag.String())
+	log.Info("started", "metrics", listener.Addr().String(), "routes", len(ports))
 	server := opsServer(directedOps(registry, following, start, endpoints,
 		healthview.Targets(set, ports, endpoints.Names)), log)
 	server.Listener = listener

@@ -74,10 +74,6 @@ type file struct {
 	// loopback for hooks of the kubelet, on the node's address for hooks in pods. Empty:
 	// 127.0.0.1:9447. Other agents must not set it.
 	WaitAddresses []string `json:"waitAddresses,omitempty"`
-	// EndpointsLag delays every change of EndpointSlices after the first list on its way to a
-	// directed gateway. It simulates a slow control plane, for demonstrations and tests. Exclusions
-	// are not delayed.
-	EndpointsLag duration `json:"endpointsLag,omitempty" range:"1ms..1h"`
 	// StateDir is a folder in which the agent keeps its exclusions, so that it has them when it
 	// starts again. The folder must outlive the container, and no other agent may use it. Empty:
 	// the folder of gateway.haproxy.serversFile, which then must outlive the container; with other

@@ -38,7 +38,7 @@ gateway:
     - backend: api
       service: shop/api
       lines: [mode http, timeout connect 1s, timeout server 30s]
-endpointsLag: 1.5s
+healthTimeout: 1.5s
 `
 
 // environment returns a directory with what good names, and the environment in which it is ${DIR}.
@@ -125,17 +125,15 @@ func TestBadFieldsAreNamed(t *testing.T) {
 		"unknown field of a backend": {"      port: http", "      own: true", []string{`"gateway.haproxy.backends[0].own"`}},
 		"field given twice":          {"kind:", "apiVersion: x\nkind:", []string{`"apiVersion"`}},
 		"type":                       {"port: http", "port: [perhaps]", []string{"port"}},
-		"lag":                        {"1.5s", "soon", []string{"endpointsLag", `"soon"`}},
-		"health timeout": {"endpointsLag: 1.5s", "healthTimeout: -1s",
+		"health timeout": {"healthTimeout: 1.5s", "healthTimeout: -1s",
 			[]string{"healthTimeout -1s: must be 1s to 1h"}},
-		"health timeout, no time": {"endpointsLag: 1.5s", "healthTimeout: soon",
+		"health timeout, no time": {"healthTimeout: 1.5s", "healthTimeout: soon",
 			[]string{"healthTimeout", `"soon"`}},
-		"no such state folder": {"endpointsLag: 1.5s", "stateDir: /no/such/dir",
+		"no such state folder": {"healthTimeout: 1.5s", "stateDir: /no/such/dir",
 			[]string{"stateDir", `"/no/such/dir"`}},
-		"state folder is a file": {"endpointsLag: 1.5s", "stateDir: ${DIR}/token",
+		"state folder is a file": {"healthTimeout: 1.5s", "stateDir: ${DIR}/token",
 			[]string{"stateDir", "/token", "directory"}},
-		"lag without unit":         {"1.5s", "15", []string{"endpointsLag"}},
-		"negative lag":             {"1.5s", "-1.5s", []string{"endpointsLag", "-1.5s"}},
+		"health timeout, no unit":  {"1.5s", "15", []string{"healthTimeout"}},
 		"variable that is not set": {"agents\n", "${NOWHERE}\n", []string{`"NOWHERE"`}},
 		"coordinators' service":    {"lameduck/agents", "agents", []string{"coordinators.service", `"agents"`}},
 		"no coordinators": {"service: lameduck/agents", "service: ''",
@@ -162,9 +160,9 @@ func TestBadFieldsAreNamed(t *testing.T) {
 			[]string{"coordinators.caConfigMap", `"ca"`}},
 		"token file": {"tokenFile: ${DIR}/token", "tokenFile: /no/token",
 			[]string{"coordinators.tokenFile", `"/no/token"`}},
-		"no gateway": {good[strings.Index(good, "gateway:"):strings.Index(good, "endpointsLag")],
+		"no gateway": {good[strings.Index(good, "gateway:"):strings.Index(good, "healthTimeout")],
 			"", []string{"gateway", "haproxy, kubeProxy"}},
-		"no backends": {good[strings.Index(good, "    backends:"):strings.Index(good, "endpointsLag")],
+		"no backends": {good[strings.Index(good, "    backends:"):strings.Index(good, "healthTimeout")],
 			"", []string{"gateway.haproxy.backends"}},
 		"no socket": {"masterSocket: /run/haproxy/master.sock", "masterSocket: ''",
 			[]string{"gateway.haproxy.masterSocket", `""`}},
@@ -247,8 +245,8 @@ func TestAGoodFile(t *testing.T) {
 	if got := o.file.Coordinators.TokenFile; got != filepath.Join(dir, "token") {
 		t.Errorf("${DIR} became %q", got)
 	}
-	if got := o.file.EndpointsLag.Duration; got != 1500*time.Millisecond {
-		t.Errorf("endpointsLag is %s", got)
+	if got := o.file.HealthTimeout.Duration; got != 1500*time.Millisecond {
+		t.Errorf("healthTimeout is %s", got)
 	}
 	if o.kubeconfig != filepath.Join(dir, "kubeconfig") || o.directed == nil {
 		t.Errorf("kubeconfig %q, gateway %v", o.kubeconfig, o.directed)

@@ -113,7 +113,7 @@ func followed(t *testing.T, test func(m *memory, r *Endpoints, wake func(),
 		m := &memory{dead: true, routed: map[health.Key]bool{}}
 		following := serving.New(healthTimeout)
 		director := gateway.NewDirector(m, set, log, gateway.Hooks{Followed: liveness.Follow(following)})
-		r, err := New(fake.NewClientset(), Ports([]gateway.Route{{Service: "shop/web", Pool: "web"}}), 0, set,
+		r, err := New(fake.NewClientset(), Ports([]gateway.Route{{Service: "shop/web", Pool: "web"}}), set,
 			func(families []serving.Family) {
 				for _, f := range families {
 					following.Queued(f, time.Now())

@@ -140,7 +140,7 @@ func (r *Endpoints) Fresh(ctx context.Context, unheard bool) error {
 	}
 	// What the watch has delivered is in the queue, or processed.
 	reached := make(chan struct{})
-	r.send(ctx, change{at: time.Now(), reached: reached})
+	r.send(ctx, change{reached: reached})
 	select {
 	case <-reached:
 		return nil

@@ -20,7 +20,6 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/agent/serving"
 	"github.com/lameduck-io/lameduck/internal/endpoints"
-	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/internal/watch"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
@@ -31,9 +30,7 @@ const backlog = 10_000
 
 // Endpoints applies EndpointSlices to the set. Make it with New, then run it with Run.
 type Endpoints struct {
-	kube kubernetes.Interface
-	// lag delays all changes after the first list.
-	lag   time.Duration
+	kube  kubernetes.Interface
 	set   *health.Set
 	index *endpoints.Index
 	// pools are the pools that each port of a Service feeds.
@@ -56,7 +53,6 @@ type Endpoints struct {
 
 // change is one event of the watch.
 type change struct {
-	at    time.Time
 	slice *discovery.EndpointSlice
 	gone  bool
 	// synced, if not nil, are the pools whose first list ends here: those of a namespace. If it is
@@ -77,13 +73,13 @@ func Ports(routes []gateway.Route) map[health.Pool]endpoints.Port {
 	return ports
 }
 
-// New returns the source of set's targets: those of ports. Changes after the first list are delayed
-// by lag. told is called after the set was told of changes of targets of some families, or, without
-// any, that it knows the first list of a namespace. It must not block.
-func New(kube kubernetes.Interface, ports map[health.Pool]endpoints.Port, lag time.Duration, set *health.Set,
+// New returns the source of set's targets: those of ports. told is called after the set was told of
+// changes of targets of some families, or, without any, that it knows the first list of a
+// namespace. It must not block.
+func New(kube kubernetes.Interface, ports map[health.Pool]endpoints.Port, set *health.Set,
 	told func([]serving.Family), log *slog.Logger) (*Endpoints, error) {
 	r := &Endpoints{
-		kube: kube, lag: lag, set: set, index: endpoints.NewIndex(), pools: map[endpoints.Port][]health.Pool{},
+		kube: kube, set: set, index: endpoints.NewIndex(), pools: map[endpoints.Port][]health.Pool{},
 		changes: make(chan change, backlog), ended: make(chan struct{}),
 		told: told, log: log, watches: map[string]*watch.Watch{},
 	}
@@ -150,13 +146,13 @@ func (r *Endpoints) Run(ctx context.Context) error {
 		for namespace, w := range r.watches {
 			listed.Go(func() {
 				if w.Synced(ctx) {
-					r.send(ctx, change{at: time.Now(), synced: r.poolsOf(namespace)})
+					r.send(ctx, change{synced: r.poolsOf(namespace)})
 				}
 			})
 		}
 		listed.Wait()
 		if ctx.Err() == nil {
-			r.send(ctx, change{at: time.Now(), synced: []health.Pool{}})
+			r.send(ctx, change{synced: []health.Pool{}})
 		}
 	})
 	for {
@@ -164,9 +160,6 @@ func (r *Endpoints) Run(ctx context.Context) error {
 		case <-ctx.Done():
 			return nil
 		case c := <-r.changes:
-			if r.lag > 0 && r.Synced() {
-				signal.Sleep(ctx, time.Until(c.at.Add(r.lag)))
-			}
 			if c.reached != nil {
 				close(c.reached)
 				continue
@@ -187,7 +180,6 @@ func (r *Endpoints) poolsOf(namespace string) (pools []health.Pool) {
 }
 
 func (r *Endpoints) push(c change) {
-	c.at = time.Now()
 	select {
 	case r.changes <- c:
 	case <-r.ended:

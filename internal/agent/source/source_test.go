@@ -27,10 +27,9 @@ import (
 	"github.com/lameduck-io/lameduck/test/agenttest"
 )
 
-func newEndpoints(t *testing.T, kube kubernetes.Interface, lag time.Duration, set *health.Set,
-	routes ...gateway.Route) *Endpoints {
+func newEndpoints(t *testing.T, kube kubernetes.Interface, set *health.Set, routes ...gateway.Route) *Endpoints {
 	t.Helper()
-	r, err := New(kube, Ports(routes), lag, set, func([]serving.Family) {}, slog.New(slog.DiscardHandler))
+	r, err := New(kube, Ports(routes), set, func([]serving.Family) {}, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -64,7 +63,7 @@ func TestANamespaceThatMayNotBeListed(t *testing.T) {
 			return a.GetNamespace() == "bank" && forbidden.Load(), nil, err
 		})
 		set := health.New(health.Options{})
-		r := newEndpoints(t, kube, 0, set, gateway.Route{Service: "shop/web", Pool: "web"},
+		r := newEndpoints(t, kube, set, gateway.Route{Service: "shop/web", Pool: "web"},
 			gateway.Route{Service: "bank/web", Pool: "bank"})
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan error)
@@ -124,7 +123,7 @@ func TestARouteOfWhichThePortIsNotKnown(t *testing.T) {
 		set := health.New(health.Options{})
 		set.Adopt(time.Now(), []health.Key{
 			{Pool: "web", Target: health.Target{UID: "a", Addr: netip.MustParseAddrPort("10.0.0.1:80")}}})
-		r := newEndpoints(t, kube, 0, set, gateway.Route{Service: "shop/web", Pool: "web"},
+		r := newEndpoints(t, kube, set, gateway.Route{Service: "shop/web", Pool: "web"},
 			gateway.Route{Service: "shop/api", Pool: "api"})
 		go r.Run(t.Context())
 		time.Sleep(time.Minute)
@@ -157,7 +156,7 @@ func TestEndpointsFollowEndpointSlices(t *testing.T) {
 			agenttest.Slice("else", "shop", "else", "10.0.0.3@c"),
 		)
 		set := health.New(health.Options{})
-		r := newEndpoints(t, kube, 0, set, gateway.Route{Service: "shop/web", Port: "http", Pool: "web"},
+		r := newEndpoints(t, kube, set, gateway.Route{Service: "shop/web", Port: "http", Pool: "web"},
 			gateway.Route{Service: "shop/api", Pool: "api"})
 		expect := func(want string) {
 			t.Helper()
@@ -188,37 +187,6 @@ func TestEndpointsFollowEndpointSlices(t *testing.T) {
 		if err := <-ended; err != nil {
 			t.Fatalf("Run returns %v", err)
 		}
-	})
-}
-
-func TestTheLagDelaysChangesAndNotTheFirstList(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		kube := fake.NewClientset(agenttest.Slice("web-1", "shop", "web", "10.0.0.1@a"))
-		set := health.New(health.Options{})
-		r := newEndpoints(t, kube, time.Minute, set, gateway.Route{Service: "shop/web", Pool: "web"})
-		ctx, cancel := context.WithCancel(t.Context())
-		ended := make(chan error, 1)
-		go func() { ended <- r.Run(ctx) }()
-		time.Sleep(time.Second)
-		if got := claims(set); got != "web:1" || !r.Synced() {
-			t.Fatalf("claims are %q, want web:1 after the first list", got)
-		}
-		for i, name := range []string{"web-2", "web-3"} {
-			s := agenttest.Slice(name, "shop", "web", fmt.Sprintf("10.0.1.%d@%d", i, i))
-			if _, err := kube.DiscoveryV1().EndpointSlices("shop").Create(ctx, s, metav1.CreateOptions{}); err != nil {
-				t.Fatal(err)
-			}
-		}
-		time.Sleep(time.Minute - time.Second)
-		if got := claims(set); got != "web:1" {
-			t.Fatalf("claims are %q before the lag is over", got)
-		}
-		time.Sleep(2 * time.Second)
-		if got := claims(set); got != "web:3" {
-			t.Fatalf("claims are %q after it, want web:3: each change waits for itself only", got)
-		}
-		cancel()
-		<-ended
 	})
 }
 

@@ -441,7 +441,7 @@ func (s *Stage) RemoveWebhook(ctx context.Context) error {
 // Gateway says what to put in front of the application.
 type Gateway struct {
 	Namespace string
-	// Lag is between EndpointSlices and the gateway.
+	// Lag is how late a proxy of the API server passes changes of EndpointSlices to the agent.
 	Lag time.Duration
 	// Blames: an answer that is an error has the header Server-Pod, with HAProxy's name of the
 	// server that was tried last. It contains the pod's UID.
@@ -455,10 +455,16 @@ func (s *Stage) InstallGateway(ctx context.Context, g Gateway) (address string, 
 	if err != nil {
 		return "", err
 	}
+	server := ""
+	if g.Lag > 0 {
+		if server, err = s.lagging(g.Namespace, g.Lag); err != nil {
+			return "", err
+		}
+	}
 	manifests, err := render("gateway.yaml", struct {
 		Gateway
-		Bin, HAProxy string
-	}{g, s.Bin, haproxy})
+		Bin, HAProxy, Server string
+	}{g, s.Bin, haproxy, server})
 	if err != nil {
 		return "", err
 	}
