@@ -132,7 +132,7 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 			serve.Task{Name: "caBundle", Run: func(ctx context.Context) error { return bundle.Run(ctx, kube) }},
 		)
 	}
-	start := &starting{director: director, learned: learned, checks: checks.Known(), unlearned: m.Unlearned, log: log}
+	start := &starting{director: director, learned: learned, checks: checks.Known(), log: log}
 	tasks = append(tasks, serve.Task{Name: "gateway", Run: start.run})
 	if o.nodeName != "" {
 		tasks = append(tasks, serve.Task{Name: "node", Run: func(ctx context.Context) error {

@@ -59,12 +59,11 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 		metrics.Failures(registry, p.Failures)
 	}
 	news := signal.New() // what coordinators are told may have changed
-	watched := observation.New(g, news.Raise, metrics.NewPropagation(registry, o.kind.Name(), o.nodeName), registry,
-		log)
+	watched := observation.New(g, news.Raise, metrics.NewPropagation(registry, o.kind.Name(), o.nodeName), log)
 	onNode := g.Population() == gateway.Nodes
 	pods := nodepods.New(func(p nodepods.Pod) { watched.Clean(p.Pod, p.Targets) }, log)
 	following := serving.New(o.file.HealthTimeout.Duration)
-	posts := metrics.NewClient(registry, wire.DeclarationsPath, wire.ReportsPath, wire.BarriersPath)
+	streams := metrics.NewClient(registry)
 
 	// Tasks that hooks need for their answers are Last: they end after the hooks.
 	tasks := []serve.Task{
@@ -93,7 +92,7 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 	if conf := o.file.Coordinators; conf != nil {
 		routes := declared(o.kind, drain.Observed)
 		c := discovery.Connect(*conf, bundle)
-		c.Gateway, c.Population, c.Observer, c.Log, c.Watches = o.kind.Name(), g.Population(), posts, log, watched
+		c.Gateway, c.Population, c.Observer, c.Log, c.Watches = o.kind.Name(), g.Population(), streams, log, watched
 		c.Routes = routes
 		ask = c.Barrier
 		connect := c.Run

@@ -19,9 +19,7 @@ type starting struct {
 	learned <-chan struct{}
 	// checks is closed when the health checks of all Services are known.
 	checks <-chan struct{}
-	// unlearned counts a start at which [client.LearnTimeout] was over before learned was closed.
-	unlearned func()
-	log       *slog.Logger
+	log    *slog.Logger
 
 	learnt atomic.Bool
 	// runs: the gateway ran when the agent started. lastFile: it did not, and starts with targets
@@ -61,7 +59,6 @@ func (s *starting) run(ctx context.Context) error {
 	case waitFor(ctx, s.learned, client.LearnTimeout):
 		s.log.Info("open drains are known: programming the gateway")
 	case ctx.Err() == nil:
-		s.unlearned()
 		s.log.Warn("programming the gateway without knowing which drains are open: no answer from every coordinator",
 			"waited", client.LearnTimeout.String())
 	}

@@ -285,8 +285,6 @@ func (a *agent) Disconnected(address string) {
 	a.disconnected = append(a.disconnected, address)
 }
 
-func (a *agent) Posted(string, error) {}
-
 // streams counts the streams that were opened and that ended.
 func (a *agent) streams() (opened, ended int) {
 	a.mu.Lock()

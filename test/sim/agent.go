@@ -161,8 +161,7 @@ func (a *agent) start() {
 		a.direct()
 	} else {
 		a.kernel.watched = map[netip.Addr]int{}
-		a.observed = observation.New(a.kernel, nil, propagation, prometheus.WrapRegistererWith(nil, nil),
-			w.logger(a.name))
+		a.observed = observation.New(a.kernel, nil, propagation, w.logger(a.name))
 	}
 	a.links = nil
 	for _, c := range w.coords {

@@ -99,7 +99,6 @@ func (nothing) Reports(time.Time) []drain.Report                           { ret
 type Observer interface {
 	Connected(address string)
 	Disconnected(address string)
-	Posted(path string, err error)
 }
 
 // Client keeps a stream open to every coordinator replica. Make it with New, then Run it.
@@ -420,7 +419,6 @@ func (r *replica) write(into io.Writer, lines []byte, lost context.CancelCauseFu
 	slow := time.AfterFunc(PostTimeout, func() { lost(errUnread) })
 	defer slow.Stop()
 	_, err := into.Write(lines)
-	r.client.Observer.Posted(wire.ReportsPath, err)
 	return err
 }
 
@@ -530,7 +528,7 @@ func (r *replica) send(ctx context.Context, path string, body, result any) error
 }
 
 // exchange is send without a time limit of its own.
-func (r *replica) exchange(ctx context.Context, path string, body, result any) (err error) {
+func (r *replica) exchange(ctx context.Context, path string, body, result any) error {
 	encoded, err := json.Marshal(body)
 	if err != nil {
 		return fmt.Errorf("encode for %s: %w", path, err)
@@ -540,7 +538,6 @@ func (r *replica) exchange(ctx context.Context, path string, body, result any) (
 		return err
 	}
 	request.Header.Set("Content-Type", "application/json")
-	defer func() { r.client.Observer.Posted(path, err) }()
 	response, err := r.client.HTTP.Do(request)
 	if err != nil {
 		return err

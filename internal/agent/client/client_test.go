@@ -839,9 +839,8 @@ func TestLearnedWhenTheLastThatHadNotAnsweredIsNoLongerKnown(t *testing.T) {
 // lingering is an Observer that takes a second to note the end of a stream.
 type lingering struct{ ended int }
 
-func (l *lingering) Connected(string)     {}
-func (l *lingering) Disconnected(string)  { time.Sleep(time.Second); l.ended++ } // in a bubble
-func (l *lingering) Posted(string, error) {}
+func (l *lingering) Connected(string)    {}
+func (l *lingering) Disconnected(string) { time.Sleep(time.Second); l.ended++ } // in a bubble
 
 func TestRunWaitsForStreamsToReplicasThatAreNoLongerKnown(t *testing.T) {
 	observer := &lingering{}

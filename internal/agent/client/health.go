@@ -44,9 +44,7 @@ func (r *replica) sendHealth(ctx context.Context, hello wire.Hello, into io.Writ
 				continue
 			}
 			// A net.Conn does not interleave concurrent writes.
-			_, err := into.Write(wire.AppendHealth(nil, h))
-			r.client.Observer.Posted(wire.HealthPath, err)
-			if err != nil {
+			if _, err := into.Write(wire.AppendHealth(nil, h)); err != nil {
 				return // and the stream ends, too
 			}
 		}

@@ -276,7 +276,6 @@ func (s *Server) join(p nodepods.Pod) (*wait, error) {
 		}
 		took := time.Since(began)
 		s.m.waits.WithLabelValues(string(why)).Inc()
-		s.m.waited.Observe(took.Seconds())
 		s.m.waiting.Dec()
 		s.log.Info("hook is answered", "pod", p.Pod.String(), "uid", p.Pod.UID, "outcome", why, "detail", detail,
 			"seconds", took.Seconds())

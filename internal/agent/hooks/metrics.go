@@ -3,7 +3,6 @@ package hooks
 import (
 	"github.com/prometheus/client_golang/prometheus"
 
-	agentmetrics "github.com/lameduck-io/lameduck/internal/agent/metrics"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -48,7 +47,6 @@ var outcomes = []outcome{
 type metrics struct {
 	waits   *prometheus.CounterVec
 	waiting prometheus.Gauge
-	waited  prometheus.Histogram
 }
 
 func newMetrics(r prometheus.Registerer) *metrics {
@@ -59,12 +57,8 @@ func newMetrics(r prometheus.Registerer) *metrics {
 		}, []string{"outcome"}),
 		waiting: prometheus.NewGauge(prometheus.GaugeOpts{Name: "lameduck_barrier_waiting",
 			Help: "Pods whose hooks wait now."}),
-		waited: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: "lameduck_barrier_wait_seconds", Help: "Time that hooks waited.",
-			Buckets: agentmetrics.PropagationBuckets,
-		}),
 	}
-	r.MustRegister(m.waits, m.waiting, m.waited)
+	r.MustRegister(m.waits, m.waiting)
 	for _, o := range outcomes {
 		m.waits.WithLabelValues(string(o))
 	}

@@ -9,7 +9,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promauto"
 
-	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
@@ -24,11 +23,10 @@ type Directed struct {
 	reading    prometheus.Histogram
 	failed     *prometheus.CounterVec
 	Client
-	unlearned prometheus.Counter
-	journal   *prometheus.CounterVec
-	probes    *prometheus.CounterVec
-	flying    *prometheus.GaugeVec
-	full      prometheus.Gauge
+	journal *prometheus.CounterVec
+	probes  *prometheus.CounterVec
+	flying  *prometheus.GaugeVec
+	full    prometheus.Gauge
 }
 
 // NewDirected registers the metrics of an agent that directs a gateway.
@@ -42,7 +40,7 @@ func NewDirected(r prometheus.Registerer, set *health.Set) *Directed {
 		return factory.NewHistogram(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets})
 	}
 	m := &Directed{
-		Client: NewClient(r, wire.DeclarationsPath, wire.ReportsPath),
+		Client: NewClient(r),
 		operations: counters("lameduck_agent_operations_total", "Operations sent to the gateway, by what was wanted.",
 			"want"),
 		applying: times("lameduck_agent_apply_duration_seconds",
@@ -50,10 +48,6 @@ func NewDirected(r prometheus.Registerer, set *health.Set) *Directed {
 		reading: times("lameduck_agent_read_duration_seconds", "Time to read the gateway once."),
 		failed: counters(gatewayErrors,
 			"Batches and readings that the gateway did not carry out.", "call"),
-		unlearned: factory.NewCounter(prometheus.CounterOpts{
-			Name: "lameduck_agent_unlearned_starts_total",
-			Help: "Starts at which the gateway was programmed before every coordinator had sent its open drains.",
-		}),
 		journal: counters("lameduck_agent_journal_writes_total", "Attempts to write the exclusions to disk, by result.",
 			"result"),
 		probes: counters("lameduck_agent_probes_total", "Probes of targets that ended, by protocol and outcome.",
@@ -105,7 +99,13 @@ func (m *Directed) Read(took time.Duration, err error) {
 }
 
 // Wrote counts an attempt to write the journal.
-func (m *Directed) Wrote(err error) { m.journal.WithLabelValues(result(err)).Inc() }
+func (m *Directed) Wrote(err error) {
+	result := "ok"
+	if err != nil {
+		result = "error"
+	}
+	m.journal.WithLabelValues(result).Inc()
+}
 
 // Failing registers a gauge of whether the journal fails.
 func (m *Directed) Failing(r prometheus.Registerer, trouble func() error) {
@@ -128,9 +128,6 @@ func (m *Directed) Refusals(r prometheus.Registerer, count func() int) {
 		Help: "Annotations of Services with a health check that cannot be read. The log names them.",
 	}, func() float64 { return float64(count()) }))
 }
-
-// Unlearned counts a start without the list of open drains from coordinators.
-func (m *Directed) Unlearned() { m.unlearned.Inc() }
 
 // Finished implements probe.Observer.
 func (m *Directed) Finished(protocol health.Protocol, outcome health.Outcome) {
@@ -191,26 +188,13 @@ func (t targets) Collect(out chan<- prometheus.Metric) {
 	}
 }
 
-// Client counts what happens between an agent and coordinators. It implements client.Observer.
-type Client struct {
-	streams prometheus.Gauge
-	posts   *prometheus.CounterVec
-}
+// Client counts the streams between an agent and coordinators. It implements client.Observer.
+type Client struct{ streams prometheus.Gauge }
 
-// NewClient registers the metrics of a client that posts to paths.
-func NewClient(r prometheus.Registerer, paths ...string) Client {
-	c := Client{
-		streams: promauto.With(r).NewGauge(prometheus.GaugeOpts{Name: "lameduck_agent_streams",
-			Help: "Open streams to coordinators."}),
-		posts: promauto.With(r).NewCounterVec(prometheus.CounterOpts{
-			Name: "lameduck_agent_posts_total", Help: "Posts to coordinators and lines in streams, by path and result.",
-		}, []string{"path", "result"}),
-	}
-	for _, p := range paths {
-		c.posts.WithLabelValues(p, "ok")
-		c.posts.WithLabelValues(p, "error")
-	}
-	return c
+// NewClient registers the metrics of a client.
+func NewClient(r prometheus.Registerer) Client {
+	return Client{promauto.With(r).NewGauge(prometheus.GaugeOpts{Name: "lameduck_agent_streams",
+		Help: "Open streams to coordinators."})}
 }
 
 // Connected implements client.Observer.
@@ -218,18 +202,6 @@ func (c Client) Connected(string) { c.streams.Inc() }
 
 // Disconnected implements client.Observer.
 func (c Client) Disconnected(string) { c.streams.Dec() }
-
-// Posted implements client.Observer.
-func (c Client) Posted(path string, err error) {
-	c.posts.WithLabelValues(path, result(err)).Inc()
-}
-
-func result(err error) string {
-	if err != nil {
-		return "error"
-	}
-	return "ok"
-}
 
 // Failures registers the number of readings of an observed gateway that failed, under the name that
 // directed ones have.

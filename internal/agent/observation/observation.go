@@ -42,7 +42,6 @@ const (
 type Pods struct {
 	gateway     gateway.Observed
 	propagation *prometheus.HistogramVec
-	cleaned     *prometheus.CounterVec
 	log         *slog.Logger
 
 	// changed is called when there may be something to report. It must not block.
@@ -81,22 +80,10 @@ type cleanable struct {
 
 // New returns an empty set of pods that are observed in g. changed is called when there may be
 // something to report, and must not block. propagation gets the time that each pod took.
-func New(g gateway.Observed, changed func(), propagation *prometheus.HistogramVec, r prometheus.Registerer,
-	log *slog.Logger) *Pods {
-	o := &Pods{
-		gateway: g, propagation: propagation, log: log, changed: changed,
-		cleaned: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "lameduck_agent_cleaned_total",
-			Help: "Deleted pods whose conntrack entries were to be deleted, by result. Skipped: the address may " +
-				"be another pod's, or too many wait.",
-		}, []string{"result"}),
-		pods: map[drain.UID]*observation{},
+func New(g gateway.Observed, changed func(), propagation *prometheus.HistogramVec, log *slog.Logger) *Pods {
+	return &Pods{
+		gateway: g, propagation: propagation, log: log, changed: changed, pods: map[drain.UID]*observation{},
 	}
-	r.MustRegister(o.cleaned)
-	for _, result := range []string{"ok", "error", "skipped"} {
-		o.cleaned.WithLabelValues(result)
-	}
-	return o
 }
 
 // Watch implements client.Watches.
@@ -283,11 +270,9 @@ func (o *Pods) enqueue(c cleanable) {
 	if _, ok := o.gateway.(gateway.Cleaner); !ok {
 		return
 	}
-	if len(o.cleaning) >= cleanBacklog {
-		o.cleaned.WithLabelValues("skipped").Inc()
-		return
+	if len(o.cleaning) < cleanBacklog {
+		o.cleaning = append(o.cleaning, c)
 	}
-	o.cleaning = append(o.cleaning, c)
 }
 
 // reused reports whether the kernel sends to one of the addresses of a deleted pod: another pod on
@@ -334,28 +319,22 @@ func (o *Pods) forget(now time.Time, free func([]netip.AddrPort) bool) {
 	o.mu.Unlock()
 	var targets []netip.AddrPort
 	var again []cleanable
-	pods := 0.0
 	for _, c := range all {
 		switch {
-		case len(c.targets) == 0 || now.Sub(c.at) > cleanLate || !free(c.targets):
-			o.cleaned.WithLabelValues("skipped").Inc()
+		case len(c.targets) == 0 || now.Sub(c.at) > cleanLate || !free(c.targets): // may be another pod's by now
 		case now.Sub(c.at) < cleanAgain || o.reused(c.targets):
 			again = append(again, c)
 		default:
 			targets = append(targets, c.targets...)
-			pods++
 		}
 	}
 	o.mu.Lock()
 	o.cleaning = append(again, o.cleaning...)
 	o.mu.Unlock()
-	if pods == 0 {
+	if len(targets) == 0 {
 		return
 	}
-	result := "ok"
 	if err := o.gateway.(gateway.Cleaner).Clean(targets); err != nil {
-		result = "error"
 		o.log.Warn("delete conntrack entries of deleted pods", "targets", targets, "error", err)
 	}
-	o.cleaned.WithLabelValues(result).Add(pods)
 }

@@ -22,8 +22,7 @@ import (
 var podTarget = netip.MustParseAddrPort("10.1.0.7:0")
 
 func newPods(g gateway.Observed, log *slog.Logger) *Pods {
-	r := prometheus.NewRegistry()
-	return New(g, func() {}, metrics.NewPropagation(r, "fake", "n1"), r, log)
+	return New(g, func() {}, metrics.NewPropagation(prometheus.NewRegistry(), "fake", "n1"), log)
 }
 
 // Without this, a pod that comes to the address of one that has gone loses its connections.
