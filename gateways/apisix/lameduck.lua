@@ -289,7 +289,7 @@ local function report()
             newest = math.max(newest, tonumber(start))
         end
     end
-    if lost == 0 then
+    if lost == 0 or lost == true then -- true: the plug-in before a reload wrote it
         lost = newest
         dict:set("lost", lost)
     end
