@@ -85,6 +85,7 @@ func (l *Ledger) Expect(now time.Time, expected []Expected) {
 		l.recount(a)
 		l.touchFor(a)
 	}
+	var gone []*agent
 	for id, a := range l.agents {
 		if listed[id] || !a.listed {
 			continue
@@ -93,9 +94,10 @@ func (l *Ledger) Expect(now time.Time, expected []Expected) {
 		a.listed, a.Ready = false, false
 		l.recount(a)
 		if a.session == 0 {
-			l.forget(a)
+			gone = append(gone, a)
 		}
 	}
+	l.forget(gone)
 }
 
 // Counts has the numbers of agents and pods that operators see.
@@ -253,25 +255,33 @@ func (l *Ledger) agent(now time.Time, id AgentID) *agent {
 	return a
 }
 
-// forget drops an agent that is neither listed nor connected.
-func (l *Ledger) forget(a *agent) {
-	l.each(func(d *drain) {
-		if d.open && l.routes(a, d) && l.vanishes(a, d) {
-			d.vanished = append(d.vanished, Waiting{Agent: a.ID, Name: a.Name})
-			slices.SortFunc(d.vanished, func(a, b Waiting) int { return cmp.Compare(a.Name, b.Name) })
-		}
-		d.removed.unset(a.slot)
-		d.barrier.removedBy.unset(a.slot)
-	})
-	l.touchFor(a)
-	l.unindex(a)
-	l.dropReports(a)
-	if a.breaker.open {
-		l.total.Suspended--
+// forget drops agents that are neither listed nor connected. Each one that leaves the lists costs
+// the next look at who routes a pod the time for all, so all looks come first.
+func (l *Ledger) forget(gone []*agent) {
+	if len(gone) == 0 {
+		return
 	}
-	l.concerned.unset(a.slot)
-	delete(l.agents, a.ID)
-	l.slots[a.slot] = nil
+	l.each(func(d *drain) {
+		for _, a := range gone {
+			if d.open && l.vanishes(a, d) && l.routes(a, d) {
+				d.vanished = append(d.vanished, Waiting{Agent: a.ID, Name: a.Name})
+			}
+			d.removed.unset(a.slot)
+			d.barrier.removedBy.unset(a.slot)
+		}
+		slices.SortFunc(d.vanished, func(a, b Waiting) int { return cmp.Compare(a.Name, b.Name) })
+	})
+	for _, a := range gone {
+		l.touchFor(a)
+		l.unindex(a)
+		l.dropReports(a)
+		if a.breaker.open {
+			l.total.Suspended--
+		}
+		l.concerned.unset(a.slot)
+		delete(l.agents, a.ID)
+		l.slots[a.slot] = nil
+	}
 }
 
 // vanishes reports whether a cannot acknowledge d any more: its pod does not exist, perhaps by

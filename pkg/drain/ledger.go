@@ -462,11 +462,13 @@ func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 // of traffic. overdue are the pods of barriers that are open beyond their deadline: they may not
 // exist any more.
 func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
+	var gone []*agent
 	for _, a := range l.agents {
 		if !a.listed && a.session == 0 && now.Sub(a.lostAt) >= l.times.Away {
-			l.forget(a)
+			gone = append(gone, a)
 		}
 	}
+	l.forget(gone)
 	l.readmit(now)
 	l.admit(now, nil)
 	var over []*drain
