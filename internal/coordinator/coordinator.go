@@ -405,7 +405,7 @@ func (c *Coordinator) Asks(g drain.Gate, services []drain.Service) bool {
 func (c *Coordinator) Hooks(node, workload string) Hooks {
 	c.mu.RLock()
 	defer c.mu.RUnlock()
-	return c.core.Hooks(node, workload)
+	return c.core.Hooks(time.Now(), node, workload)
 }
 
 // Pod returns what is known of a pod.

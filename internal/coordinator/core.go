@@ -97,7 +97,7 @@ func NewCore(now time.Time, self drain.Holder, times drain.Times, o *Options) *C
 		sessions: map[drain.AgentID]*Session{}, barriersOf: map[drain.AgentID]int{}, deleted: map[drain.UID]time.Time{},
 		turns: map[string][]turn{}, asked: map[drain.UID]time.Time{}, reliedOn: map[drain.UID]struct{}{},
 		phases: map[drain.UID]drain.Phase{}, observed: map[drain.UID]*observed{}, owners: map[string]*owner{},
-		hooks: hookMemory{allowed: map[string]bool{}, heard: map[string]bool{}, told: map[drain.UID]relied{},
+		hooks: hookMemory{allowed: map[string]bool{}, heard: map[string]time.Time{}, told: map[drain.UID]relied{},
 			relies: map[drain.UID]relied{}},
 	}
 }
@@ -444,16 +444,12 @@ func (c *Core) Draining(pods []drain.UID) (n int) {
 // set.
 func (c *Core) Polled(now time.Time, states []wire.Replica, adopt bool) {
 	others := make([]drain.Shared, len(states))
-	polled := map[drain.UID]bool{}
 	for i, of := range states {
 		others[i] = of.Shared
 		for uid, workload := range of.Hooks {
-			if polled[uid] = true; !c.hooks.polled[uid] {
-				c.hooks.hear(uid, workload)
-			}
+			c.hooks.hear(uid, workload)
 		}
 	}
-	c.hooks.polled = polled
 	c.Ledger.Polled(now, others, adopt)
 }
 
@@ -611,7 +607,7 @@ func (c *Core) Declare(id drain.AgentID, d wire.Declaration) (declared wire.Decl
 // maxOwnRoutes bounds the routes of an agent that has no right everywhere, and so the time for
 // which it holds the lock. maxLocalRoutes bounds those of all such agents of one namespace: a
 // Service need not exist to be declared, and each route takes some 600 bytes.
-const maxOwnRoutes, maxLocalRoutes = 1000, 20_000
+const maxOwnRoutes, maxLocalRoutes = 1000, 60_000
 
 // localRoutes returns how many routes the other agents in the namespace of s have declared that
 // have no right everywhere.

@@ -16,6 +16,9 @@ const (
 	// within missedAfter of an answer, the deletion has passed the barrier by.
 	toldFor     = time.Minute
 	missedAfter = 15 * time.Second
+	// missedKept is for how long the holds of a workload wait for Idle after that: the hooks of
+	// some nodes may arrive, and those of others not.
+	missedKept = 10 * time.Minute
 )
 
 // Hooks is what a replica knows of the preStop hooks of a pod.
@@ -26,7 +29,7 @@ type Hooks struct {
 	// right to ask for barriers when it last did. Crowded: half of the places are taken that its
 	// hooks, or those of all agents, have at this replica.
 	Connected, Allowed, Crowded bool
-	// Heard: a hook of the pod's workload has asked a coordinator, and none was missed since.
+	// Heard: a hook of the pod's workload has asked a coordinator, and none was missed lately.
 	Heard bool
 }
 
@@ -35,12 +38,10 @@ type hookMemory struct {
 	// nodes are the agents of each node that observe, allowed the rights of service accounts.
 	nodes   map[string][]drain.AgentID
 	allowed map[string]bool
-	// heard are the workloads of which a hook has asked. told are the hooks that have asked here.
-	heard map[string]bool
+	// heard are the workloads of which a hook has asked, and from when on that counts. told are the
+	// hooks that have asked here.
+	heard map[string]time.Time
 	told  map[drain.UID]relied
-	// polled are the hooks that other replicas told of in the last poll. Each is heard once,
-	// because one of its workload may be missed later.
-	polled map[drain.UID]bool
 	// relies are the deletions that this replica, as the opener, has left to hooks which have not
 	// asked yet.
 	relies map[drain.UID]relied
@@ -52,8 +53,9 @@ type relied struct {
 }
 
 // Hooks returns what is known of the hooks of a pod of workload on node.
-func (c *Core) Hooks(node, workload string) Hooks {
-	h := Hooks{IdleBound: c.times.IdleBound, Heard: c.hooks.heard[workload],
+func (c *Core) Hooks(now time.Time, node, workload string) Hooks {
+	from, heard := c.hooks.heard[workload]
+	h := Hooks{IdleBound: c.times.IdleBound, Heard: heard && !now.Before(from),
 		Crowded: 2*c.barriers >= c.limits.MaxBarriers}
 	for _, id := range c.hooks.nodes[node] {
 		if s := c.sessions[id]; s != nil {
@@ -85,17 +87,24 @@ func (c *Core) MayAsk(who Identity, allowed bool) {
 // hear records that a hook of a pod has asked, here or at another replica.
 func (m *hookMemory) hear(uid drain.UID, workload string) {
 	delete(m.relies, uid)
+	if _, known := m.heard[workload]; !known && workload != "" {
+		m.set(workload, time.Time{})
+	}
+}
+
+// set records from when on the hooks of a workload count as heard.
+func (m *hookMemory) set(workload string, from time.Time) {
 	if len(m.heard) >= maxWorkloads {
 		for some := range m.heard {
 			delete(m.heard, some)
 			break
 		}
 	}
-	m.heard[workload] = workload != ""
+	m.heard[workload] = from
 }
 
-// missed returns the deletions that were left to hooks of which none has asked. The next one of
-// their workloads waits for Idle.
+// missed returns the deletions that were left to hooks of which none has asked. The next ones of
+// their workloads wait for Idle.
 func (c *Core) missed(now time.Time) (pods []drain.Pod) {
 	m := &c.hooks
 	maps.DeleteFunc(m.told, func(_ drain.UID, is relied) bool { return now.Sub(is.at) >= toldFor })
@@ -104,7 +113,7 @@ func (c *Core) missed(now time.Time) (pods []drain.Pod) {
 			continue
 		}
 		if s := c.Ledger.Status(now, drain.AtHold, uid); s.Reason == drain.PodDeleted { // else it was not carried out
-			delete(m.heard, m.relies[uid].workload)
+			m.set(m.relies[uid].workload, now.Add(missedKept))
 			pods = append(pods, s.Pod)
 		}
 		delete(m.relies, uid)

@@ -98,7 +98,7 @@ func TestHooks(t *testing.T) {
 		want(Hooks{Heard: true})
 		other := NewCore(time.Now(), drain.Holder{}, drain.DefaultTimes(), &Options{})
 		other.Polled(time.Now(), []wire.Replica{r.core.Replica(time.Now(), true)}, false)
-		if !other.Hooks("", "web").Heard {
+		if !other.Hooks(time.Now(), "", "web").Heard {
 			t.Error("another replica does not hear of it")
 		}
 	})
@@ -113,7 +113,7 @@ func TestTheMemoryOfHooksIsBounded(t *testing.T) {
 	if n := len(c.hooks.heard); n > maxWorkloads {
 		t.Errorf("%d workloads", n)
 	}
-	if c.hooks.hear("", ""); c.Hooks("", "").Heard {
+	if c.hooks.hear("", ""); c.Hooks(time.Now(), "", "").Heard {
 		t.Error("a pod without a controller")
 	}
 }
@@ -170,13 +170,15 @@ func TestADeletionThatPassesTheBarrierByIsCounted(t *testing.T) {
 		missed := 0
 		for range 20 {
 			now = now.Add(time.Second)
-			core.Polled(now, []wire.Replica{{Hooks: old}}, false) // told of for a minute, and heard once
+			core.Polled(now, []wire.Replica{{Hooks: old}}, false) // told of for a minute
 			core.Tick(now)
 			missed += len(core.Settle(now).Missed)
 		}
-		if missed != c.missed || core.Hooks("", "web").Heard != (missed == 0) {
-			t.Errorf("%s: %d are missed, want %d; relied on again: %t", name, missed, c.missed,
-				core.Hooks("", "web").Heard)
+		// A hook of another node of the workload asks: those of this one are cut off all the same.
+		core.hooks.hear("uid-of-a-third", "web")
+		if heard := core.Hooks(now, "", "web").Heard; missed != c.missed || heard != (missed == 0) ||
+			!core.Hooks(now.Add(missedKept), "", "web").Heard {
+			t.Errorf("%s: %d are missed, want %d; relied on again: %t", name, missed, c.missed, heard)
 		}
 		if len(core.hooks.relies) > 0 {
 			t.Errorf("%s: %v is remembered", name, core.hooks.relies)

@@ -206,7 +206,7 @@ func TestRoutesOfANamespaceAreBounded(t *testing.T) {
 		_, err = c.Declare(s.Who.Agent, wire.Declaration{Session: s.Number, Routes: localRoutesOf(n, name)})
 		return err
 	}
-	for i := range 19 {
+	for i := range 59 {
 		if err := declare(fmt.Sprint("shop/", i), false, 1000); err != nil {
 			t.Fatal(err)
 		}
@@ -229,7 +229,7 @@ func TestRoutesOfANamespaceAreBounded(t *testing.T) {
 		{"shop/d", false, 100, false},
 	} {
 		err := declare(of.name, of.everywhere, of.routes)
-		if (err != nil) != of.refused || of.refused && !strings.Contains(err.Error(), "more than 1000 or 20000 need") {
+		if (err != nil) != of.refused || of.refused && !strings.Contains(err.Error(), "more than 1000 or 60000 need") {
 			t.Errorf("%s declares %d: %v", of.name, of.routes, err)
 		}
 	}
