@@ -186,8 +186,8 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 
 // followAbsent checks until ctx is done whether the gateway is absent from this node, and in which
 // mode it is, and declares each change to coordinators. If kube-proxy is absent, another program
-// chooses the pod behind a Service's address, which the declared mode names if it is known. The
-// agent then cannot acknowledge, and drains do not wait for it.
+// chooses the pod behind a Service's address. The agent then cannot acknowledge, and drains do not
+// wait for it. The declared mode names such a program, if it is known, also beside kube-proxy.
 func followAbsent(ctx context.Context, g gateway.Observed, routes []drain.Route, declare func(string, []drain.Route),
 	log *slog.Logger) error {
 	absent := slices.Clone(routes)
@@ -198,37 +198,38 @@ func followAbsent(ctx context.Context, g gateway.Observed, routes []drain.Route,
 	defer ticker.Stop()
 	moder, _ := g.(gateway.Moder)
 	sharer, _ := g.(gateway.Sharer)
+	type state struct {
+		mode string
+		gone bool
+	}
 	mode := "" // the last one that was known
-	for was := ""; ; {
+	for was := (state{}); ; {
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-ticker.C:
 		}
-		is, now, beside := "", mode, "" // is: what is declared in place of the mode
 		if moder != nil {
-			now = cmp.Or(moder.Mode(), mode)
+			mode = cmp.Or(moder.Mode(), mode)
 		}
-		if sharer != nil {
-			beside = sharer.Beside()
+		is := state{mode, g.Absent()}
+		if is.gone {
+			is.mode = wire.GatewayAbsent
 		}
-		switch {
-		case beside != "":
-			is = wire.Beside + beside
-		case g.Absent():
-			is = wire.GatewayAbsent
+		if sharer != nil && sharer.Beside() != "" {
+			is.mode = wire.Beside + sharer.Beside()
 		}
 		switch {
-		case is != "" && is != was:
-			log.Warn("the gateway is absent from this node, or another program chooses pods beside it: what sends to "+
-				"pods cannot be observed here, and no barrier waits for this node", "mode", is)
-			declare(is, absent)
-		case is == "" && was != "":
-			log.Info("the gateway is here: barriers wait for this node", "mode", now)
-			declare(now, routes)
-		case is == "" && now != mode:
-			declare(now, routes)
+		case is == was:
+			continue
+		case is.gone:
+			log.Warn("the gateway is absent from this node: what sends to pods cannot be observed here, and no "+
+				"barrier waits for this node", "mode", is.mode)
+			declare(is.mode, absent)
+		default:
+			log.Info("the gateway is here: barriers wait for it on this node", "mode", is.mode)
+			declare(is.mode, routes)
 		}
-		was, mode = is, now
+		was = is
 	}
 }

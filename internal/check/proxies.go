@@ -21,7 +21,7 @@ func (f Facts) proxies(add adder) {
 	for _, m := range slices.Sorted(maps.Keys(counts)) {
 		if name, is := strings.CutPrefix(m, api.GatewayBeside); is {
 			add(Warning, name, "lameduck.io/stated-wait of Services (docs/coverage.md)", "it chooses pods by itself "+
-				"on %d nodes and cannot be observed: no barrier waits for these nodes", counts[m])
+				"on %d nodes and cannot be observed: barriers do not wait for what it sends", counts[m])
 			delete(counts, m)
 		}
 	}

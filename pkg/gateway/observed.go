@@ -79,8 +79,7 @@ type Reading struct {
 
 // Sharer is an [Observed] beside which another data plane may choose pods that cannot be observed.
 type Sharer interface {
-	// Beside returns the name of that data plane, "" if there is none. While there is one, Absent
-	// returns true. It must not block.
+	// Beside returns the name of that data plane, "" if there is none. It must not block.
 	Beside() string
 }
 

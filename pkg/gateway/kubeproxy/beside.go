@@ -49,13 +49,8 @@ func (o *Observer) lookBeside() {
 		return
 	}
 	o.mu.Lock()
-	if name == o.beside {
-		o.mu.Unlock()
-		return
-	}
+	defer o.mu.Unlock()
 	o.beside = name
-	o.renew()
-	o.evaluate(time.Now())
 }
 
 func (o *Observer) findBeside() (name string, err error) {

@@ -168,16 +168,12 @@ func (o *Observer) Audits() gateway.Audits {
 
 // Absent reports whether there is no kube-proxy whose rules this package reads: it has written
 // none, or they were deleted and not written again for 10 s. All watches are Unknown then;
-// kube-proxy in ipvs mode, or what replaces it, may send to pods. The same holds where something
-// else chooses pods beside kube-proxy. It is false until the tables were read, and while legacy
-// rules cannot be read. Call it several times a second: the 10 s count from the last call that
-// found rules.
+// kube-proxy in ipvs mode, or what replaces it, may send to pods. It is false until the tables were
+// read, and while legacy rules cannot be read. Call it several times a second: the 10 s count from
+// the last call that found rules.
 func (o *Observer) Absent() bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if o.beside != "" {
-		return true
-	}
 	if !o.followed || o.netns == 0 && len(o.legacyWhole) < len(families) {
 		return o.absent
 	}
@@ -456,8 +452,7 @@ func (o *Observer) renew() {
 
 // known reports whether it is known where kube-proxy sends packets of the family.
 func (o *Observer) known(family uint8) bool {
-	// What is not read may send, too.
-	if o.beside != "" || !o.followed || o.legacy[family] == legacyUnread {
+	if !o.followed || o.legacy[family] == legacyUnread { // what is not read may send, too
 		return false
 	}
 	known := false
