@@ -45,6 +45,7 @@ part half -count=10 -timeout 1h -run '^TestHalfOfAService$' ./witness
 part deadline -count=5 -timeout 1h -run '^TestADeadlineDoesNotBeginAgain$' ./witness
 part drain -count=10 -timeout 1h -run '^TestKubectlDrain$' ./witness
 part slow ROUNDS=10 -count=1 -timeout 1h -run '^TestScaleInWithSlowAcknowledgements$' ./witness
+part clients NEEDS=clients LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 20m -run '^TestOtherClients$' ./callers
 part tokens AGENTS=1000 -count=3 -timeout 20m -run '^TestMadeUpTokens$' ./apiserver
 for i in {1..10}; do # its namespaces stay until the cluster ends
 	part "many-$i" DELETIONS=500 -count=1 -timeout 1h -run '^TestManyDeletionsAndOneSilentAgent$' ./scenarios

@@ -25,8 +25,8 @@ import (
 func TestMain(m *testing.M) { cluster.Main(m) }
 
 const (
-	// work is how long a request takes: a little less than the Idle bound, after which a deletion
-	// no longer waits for it.
+	// work is how long a long request takes: a little less than the Idle bound, after which a
+	// deletion no longer waits for it.
 	work = 9500 * time.Millisecond
 	// sets is how many ReplicaSets of one pod are scaled to 0 together. kube-controller-manager has
 	// five workers for all ReplicaSets. As many pods and one stay: half of a Service drains at a
@@ -48,8 +48,8 @@ func TestCallersBesideLongRequests(t *testing.T) {
 	harness.HAProxy(t)
 	s := harness.Stage(t, cluster.Options{}, stage.Options{Entries: 1})
 	harness.InstallFollowing(t, s)
-	hooked := &shop{s, t, harness.Barred(t, s.Kube, "hooked", nil)}
-	plain := &shop{s, t, harness.Namespace(t, s.Kube, "plain", nil)}
+	hooked := &shop{s, t, harness.Barred(t, s.Kube, "hooked", nil), work}
+	plain := &shop{s, t, harness.Namespace(t, s.Kube, "plain", nil), work}
 	other := newBystander(t, s)
 
 	// One pod more of each workload is deleted before there is a Service: a coordinator relies on
@@ -147,11 +147,12 @@ func goal(t *testing.T, what string, is, want, most time.Duration) {
 }
 
 // shop is a namespace with pods of one Service, web, and a gateway. The label set says to which
-// part of the test a pod belongs.
+// part of the test a pod belongs, work how long a request takes.
 type shop struct {
 	*stage.Stage
-	t  *testing.T
-	ns string
+	t    *testing.T
+	ns   string
+	work time.Duration
 }
 
 const (
@@ -200,7 +201,7 @@ func web(i int) string { return fmt.Sprintf("web-%02d", i) }
 func (s *shop) install(replicaSets, owned map[string]int) {
 	s.t.Helper()
 	var manifests strings.Builder
-	spec := fmt.Sprintf(spec, s.Bin, work)
+	spec := fmt.Sprintf(spec, s.Bin, s.work)
 	want := maps.Clone(replicaSets)
 	for set, replicas := range replicaSets {
 		names := []string{set}
@@ -275,7 +276,7 @@ func (s *shop) clients() *load.Load {
 	address, err := s.InstallGateway(s.t.Context(), stage.Gateway{Namespace: s.ns})
 	must(s.t, err)
 	l, err := load.Run(s.t.Context(), load.Options{Target: "http://" + address + "/", WantBody: []byte("ok\n"),
-		Rate: 1.6 * float64(len(s.pods("set"))) / work.Seconds(), Timeout: 30 * time.Second,
+		Rate: 1.6 * float64(len(s.pods("set"))) / s.work.Seconds(), Timeout: 30 * time.Second,
 		SourceAddrs: []netip.Addr{netip.MustParseAddr("10.244.251.1"), netip.MustParseAddr("10.244.251.2")}})
 	must(s.t, err)
 	s.t.Cleanup(func() { l.Stop() })
@@ -363,7 +364,7 @@ type bystander struct {
 
 func newBystander(t *testing.T, s *stage.Stage) *bystander {
 	t.Helper()
-	b := &bystander{shop: &shop{s, t, harness.Namespace(t, s.Kube, "bystander", nil)}}
+	b := &bystander{shop: &shop{s, t, harness.Namespace(t, s.Kube, "bystander", nil), 0}}
 	labels := map[string]string{"app": "bystander"}
 	template := corev1.PodTemplateSpec{ObjectMeta: metav1.ObjectMeta{Labels: labels}, Spec: corev1.PodSpec{
 		SchedulerName: "none", Containers: []corev1.Container{{Name: "app", Image: "none"}}}}
