@@ -68,6 +68,7 @@ for version in v1.30.14 v1.31.14 v1.32.13 v1.33.13 v1.34.4 v1.35.4 v1.37.2; do #
 done
 part table LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h -run '^TestTable$' ./witness
 part scale LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h -run '^TestScale$' ./scale
+part restart LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h -run '^TestRestart$' ./scale
 part soak LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 4h -run '^Test(Fit|Soak)$' ./soak
 
 printf '\n%s\n%s' "$began" "$summary"
