@@ -283,6 +283,18 @@ haproxy3: ## HAProxy 3.2 or later of Debian's suite forky, verified by Debian's 
 axe: ## axe-core, which judges the accessibility of the page, in the same way
 	$(wheel)
 
+.PHONY: clients
+clients: ## the Kubernetes clients of Python and Node, pinned by their hashes, into the cache, for make e2e-long
+	@set -e; from=$(CURDIR)/test/e2e/callers/clients; d=$(TOOLS)/clients-$$(cat $$from/* | sha256sum | cut -c-12); [ -d "$$d" ] || { \
+	  for p in python3 npm; do command -v $$p > /dev/null || { echo "$@ are missing: $$p is not there" >&2; exit 0; }; done; \
+	  echo "installing clients into $(TOOLS)"; mkdir -p $(TOOLS); t=$$(mktemp -d $(TOOLS)/clients.XXXXXX); trap 'rm -rf "$$t"' EXIT; \
+	  cp $$from/* $$t; npm --prefix $$t ci --silent --ignore-scripts; \
+	  python3 -m pip install -q --root-user-action=ignore --no-deps --only-binary=:all: --require-hashes -r $$from/requirements.txt --target $$t/python; \
+	  chmod 755 $$t; mv $$t $$d; \
+	}; mkdir -p $(TOOLS)/bin; \
+	printf '#!/bin/sh\nPYTHONPATH=%s/python exec python3 %s/remove.py "$$@"\n' $$d $$d > $(TOOLS)/bin/remove-by-python; \
+	printf '#!/bin/sh\nexec node %s/remove.mjs "$$@"\n' $$d > $(TOOLS)/bin/remove-by-node; chmod +x $(TOOLS)/bin/remove-by-*
+
 # from-source NAME, MODULE, SUM, COMMAND, FILES, TAGS: a program that is built from its module, once,
 # into the cache, and files of the module beside it. A module may have a go.work, for more than it is.
 define from-source

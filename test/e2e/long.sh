@@ -45,6 +45,8 @@ part half -count=10 -timeout 1h -run '^TestHalfOfAService$' ./witness
 part deadline -count=5 -timeout 1h -run '^TestADeadlineDoesNotBeginAgain$' ./witness
 part drain -count=10 -timeout 1h -run '^TestKubectlDrain$' ./witness
 part slow ROUNDS=10 -count=1 -timeout 1h -run '^TestScaleInWithSlowAcknowledgements$' ./witness
+part clients NEEDS=clients LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 20m -run '^TestOtherClients$' ./callers
+part tokens AGENTS=1000 -count=3 -timeout 20m -run '^TestMadeUpTokens$' ./apiserver
 for i in {1..10}; do # its namespaces stay until the cluster ends
 	part "many-$i" DELETIONS=500 -count=1 -timeout 1h -run '^TestManyDeletionsAndOneSilentAgent$' ./scenarios
 done
@@ -66,6 +68,7 @@ for version in v1.30.14 v1.31.14 v1.32.13 v1.33.13 v1.34.4 v1.35.4 v1.37.2; do #
 done
 part table LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h -run '^TestTable$' ./witness
 part scale LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h -run '^TestScale$' ./scale
+part restart LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h -run '^TestRestart$' ./scale
 part soak LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 4h -run '^Test(Fit|Soak)$' ./soak
 
 printf '\n%s\n%s' "$began" "$summary"

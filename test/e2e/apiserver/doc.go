@@ -3,9 +3,9 @@
 // most of it is known only from its source. All of it affects whether a pod is deleted before its
 // gateways have stopped routing to it.
 //
-// They do not test Lameduck. If one of them fails, a later Kubernetes behaves differently. The
-// comment above the test names the part of Lameduck that relies on the old behavior. The facts, by
-// the numbers that the comments use:
+// All but TestMadeUpTokens do not test Lameduck. If one of them fails, a later Kubernetes behaves
+// differently. The comment above the test names the part of Lameduck that relies on the old
+// behavior. The facts, by the numbers that the comments use:
 //
 //   - F1: an eviction is reviewed as CREATE of pods/eviction and never as DELETE of pods; its dry
 //     run has two places.
@@ -18,6 +18,8 @@
 //   - F10: an eviction is reviewed before the PodDisruptionBudget is looked at.
 //   - F11: an objectSelector sees the labels of the Eviction, not of the pod.
 //   - F12: what one webhook allows another, or the caller, may still prevent.
+//   - F13: tokens of service accounts name the key that they are signed with, and the API server
+//     shows it. TestMadeUpTokens tests how Lameduck uses that.
 //
 // Seen in Kubernetes 1.36 with clients of 0.37.
 package apiserver

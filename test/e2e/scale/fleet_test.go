@@ -3,8 +3,12 @@
 package scale
 
 import (
+	"bytes"
 	"context"
+	"crypto/tls"
+	"encoding/base64"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"net/http"
@@ -26,6 +30,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/agent/discovery"
 	"github.com/lameduck-io/lameduck/internal/agent/metrics"
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
@@ -175,6 +180,55 @@ func (f *fleet) start(ctx context.Context, routes []drain.Route) {
 		c.Gateway, c.Routes, c.Observer, c.Log = "haproxy", routes, observer, slog.New(slog.DiscardHandler)
 		c.Exclusions = &gateway{held: map[drain.UID]map[string]bool{}}
 		go func() { _ = c.Run(ctx) }()
+	}
+}
+
+// madeUp sends 500 made-up tokens a second until stop is called: the claims of agents with a wrong
+// signature. They come from an address of their own.
+func (f *fleet) madeUp(t *testing.T) (stop func()) {
+	t.Helper()
+	dialer := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(10, 244, 251, 1)}}
+	client := &http.Client{Timeout: 4 * time.Second, Transport: &http.Transport{DialContext: dialer.DialContext,
+		MaxConnsPerHost: 64, MaxIdleConnsPerHost: 64, TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}}
+	var forged []string
+	for i, path := range f.tokens {
+		token, err := os.ReadFile(path)
+		must(t, err)
+		signed := token[:bytes.LastIndexByte(token, '.')+1]
+		forged = append(forged, string(signed)+base64.RawURLEncoding.EncodeToString(fmt.Appendf(nil, "%0256d", i)))
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	var all sync.WaitGroup
+	var refused atomic.Int64
+	all.Go(func() {
+		tick := time.NewTicker(time.Second / 500)
+		defer tick.Stop()
+		for i := 0; ctx.Err() == nil; i++ {
+			all.Go(func() {
+				r, err := http.NewRequestWithContext(ctx, http.MethodGet, f.config(0).Addresses[0]+wire.StreamPath, nil)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				r.Header.Set("Authorization", "Bearer "+forged[i%len(forged)])
+				response, err := client.Do(r)
+				if err != nil {
+					return
+				}
+				defer response.Body.Close()
+				_, _ = io.Copy(io.Discard, response.Body)
+				if refused.Add(1); response.StatusCode == http.StatusOK {
+					t.Error("a made-up token is let in")
+				}
+			})
+			<-tick.C
+		}
+	})
+	began := time.Now()
+	return func() {
+		cancel()
+		all.Wait()
+		t.Logf("%.0f made-up tokens a second were refused", float64(refused.Load())/time.Since(began).Seconds())
 	}
 }
 
