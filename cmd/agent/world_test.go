@@ -508,7 +508,8 @@ gateway:
   haproxy:
     masterSocket: %[1]s/m.sock
     serversFile: %[1]s/servers.cfg
-    backends: [{backend: web, service: shop/web, lines: [mode http, timeout connect 1s, timeout server 30s, balance roundrobin]}]
+    backends:
+    - {backend: web, service: shop/web, lines: [mode http, timeout connect 1s, timeout server 30s, balance roundrobin]}
 `, dir, w.boss.address))
 	w.live()
 	w.haproxy = exec.Command(path, "-W", "-S", filepath.Join(dir, "m.sock"), "-f", filepath.Join(dir, "haproxy.cfg"),

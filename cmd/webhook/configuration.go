@@ -103,7 +103,7 @@ type barrier struct {
 	Port int `json:"port" range:"1..65535"`
 	// Image is a container image that contains /lameduck-wait, for pods whose hook cannot be an
 	// httpGet. Its user must be a number other than 0.
-	Image string `json:"image" jsonschema:"pattern=^([a-zA-Z0-9.:-]+/)?[a-z0-9][a-z0-9._/-]*(:[a-zA-Z0-9_][a-zA-Z0-9_.-]*)?(@sha256:[0-9a-f]{64})?$"`
+	Image string `json:"image" jsonschema:"pattern=^([a-zA-Z0-9.:-]+/)?[a-z0-9][a-z0-9._/-]*(:[a-zA-Z0-9_][a-zA-Z0-9_.-]*)?(@sha256:[0-9a-f]{64})?$"` //nolint:lll // a tag is one line
 	// ImagePullSecrets are names of Secrets to pull that image with. They must be in each namespace
 	// with such pods.
 	ImagePullSecrets []string `json:"imagePullSecrets" jsonschema:"pattern=^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"`

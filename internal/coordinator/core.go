@@ -393,7 +393,7 @@ func (c *Core) Ahead(now time.Time, request Request, others []drain.UID, allowed
 		return ahead
 	}
 	if claim {
-		c.Claim(now, request)
+		_, _ = c.Claim(now, request)
 	}
 	return -1
 }

@@ -46,7 +46,8 @@ func TestProgrammedWithNothingMissing(t *testing.T) {
 						if op.Key != keys[len(keys)-1] {
 							return nil
 						}
-						if no, ok := c.err.(*Refused); ok && no.Op == (health.Op{}) {
+						no := &Refused{}
+						if errors.As(c.err, &no) && no.Op == (health.Op{}) {
 							return &Refused{op, no.Err}
 						}
 						return c.err

@@ -39,10 +39,9 @@ func (r *Refused) Unwrap() error { return r.Err }
 
 // causes calls found for every E among the errors that err, a result of Apply, joins and wraps.
 func causes[E error](err error, found func(E)) {
-	if is, ok := err.(E); ok {
-		found(is)
-	}
 	switch err := err.(type) { //nolint:errorlint // it looks at each error of the tree
+	case E:
+		found(err)
 	case interface{ Unwrap() []error }:
 		for _, e := range err.Unwrap() {
 			causes(e, found)

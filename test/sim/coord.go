@@ -447,7 +447,9 @@ func (c *coord) CouldRoute(services []drain.Service) bool {
 	return c.ledger.Asks(drain.AtHold, services)
 }
 
-func (c *coord) Hooks(node, workload string) coordinator.Hooks { return c.core.Hooks(c.now(), node, workload) }
+func (c *coord) Hooks(node, workload string) coordinator.Hooks {
+	return c.core.Hooks(c.now(), node, workload)
+}
 
 func (c *coord) Pod(uid drain.UID) drain.Standing { return c.ledger.Pod(uid) }
 

@@ -58,7 +58,7 @@ func (o *Observer) findBeside() (name string, err error) {
 	if err != nil {
 		return "", fmt.Errorf("open a netlink socket: %w", err)
 	}
-	defer conn.Close()
+	defer func() { _ = conn.Close() }()
 	for _, b := range besides {
 		ask := append(make([]byte, unix.SizeofIfInfomsg), encodeString(unix.IFLA_IFNAME, b.link)...)
 		_, err := conn.Execute(netlink.Message{
