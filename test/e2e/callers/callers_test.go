@@ -302,6 +302,9 @@ func (s *shop) deletions(prefix string) (found []*deletion) {
 	s.t.Helper()
 	log, err := s.Logs(s.t.Context(), stage.System, "app.kubernetes.io/component=webhook", "webhook")
 	must(s.t, err)
+	if i := strings.Index(log, "DATA RACE"); i >= 0 {
+		s.t.Error(log[i:min(len(log), i+4000)])
+	}
 	of := map[string]*deletion{} // by UID: the review of a collection has no names
 	for line := range strings.Lines(log) {
 		var l struct {
