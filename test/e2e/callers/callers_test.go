@@ -62,12 +62,12 @@ func TestCallersBesideLongRequests(t *testing.T) {
 	for _, name := range []string{"collection-0", "all-0"} {
 		must(t, s.Kube.CoreV1().Pods(hooked.ns).Delete(t.Context(), name, metav1.DeleteOptions{}))
 	}
-	hooked.await(map[string]int{"web": sets, "collection": collection, "all": all})
 	stalled, loads := harness.Stalls(t), map[string]*load.Load{}
 	for _, sh := range []*shop{hooked, plain} {
 		loads[sh.ns] = sh.clients()
 	}
 	time.Sleep(work + time.Second) // until each pod has a request in progress
+	hooked.await(map[string]int{"web": sets, "collection": collection, "all": all})
 	victims := slices.Concat(hooked.pods("set,set!=stay"), plain.pods("set,set!=stay"))
 	t.Logf("without deletions, a bystander's pod is created after %s", other.scaleOut())
 
@@ -116,6 +116,9 @@ func TestCallersBesideLongRequests(t *testing.T) {
 			}
 		}
 		t.Logf("%s: %d pods were taken out of traffic, %d of them deleted", set, len(chosen), deleted)
+	}
+	for _, l := range loads {
+		go l.Stop() // each waits for its last requests
 	}
 	for ns, l := range loads {
 		got := l.Stop()
@@ -299,6 +302,9 @@ func (s *shop) deletions(prefix string) (found []*deletion) {
 	s.t.Helper()
 	log, err := s.Logs(s.t.Context(), stage.System, "app.kubernetes.io/component=webhook", "webhook")
 	must(s.t, err)
+	if i := strings.Index(log, "DATA RACE"); i >= 0 {
+		s.t.Error(log[i:min(len(log), i+4000)])
+	}
 	of := map[string]*deletion{} // by UID: the review of a collection has no names
 	for line := range strings.Lines(log) {
 		var l struct {
