@@ -112,10 +112,10 @@ func TestADrainBesideTenThousandAdditions(t *testing.T) {
 func TestOperationsWithoutEffectKeepNoOtherWaiting(t *testing.T) {
 	directed(t, func(r *rig) {
 		r.serving("b")
-		mute := r.many("mute", 2*maxBatch+1)
 		r.plane.with(func() {
 			r.plane.swallow = func(op health.Op) bool { return op.Pool == "mute" }
 		})
+		mute := r.many("mute", 2*maxBatch+1)
 		r.many("web", 10)
 		time.Sleep(time.Second)
 		synctest.Wait()
