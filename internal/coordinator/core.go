@@ -250,7 +250,7 @@ func (c *Core) Hold(now time.Time, request Request, until time.Time) *Hold {
 	uid := request.Pod.UID
 	var crowded error
 	if request.Turn == TurnJudged {
-		if crowded = c.ownerInTurn(now, request); crowded != nil && !c.opens(request) {
+		if crowded = c.ownerInTurn(now, request); crowded != nil && !c.opens(now, request) {
 			return &Hold{core: c, request: request, uid: uid, until: until, Over: true, Err: crowded}
 		}
 	}
@@ -368,7 +368,7 @@ func (c *Core) Unroute(now time.Time, request Request) drain.Status {
 // why a call for it may not. With [ErrTooManyOwners], there may be no drain.
 func (c *Core) Claim(now time.Time, request Request) (status drain.Status, crowded error) {
 	crowded = c.ownerInTurn(now, request)
-	if crowded != nil && !c.opens(request) {
+	if crowded != nil && !c.opens(now, request) {
 		return drain.Status{Pod: request.Pod}, crowded
 	}
 	status = c.ask(now, request.Pod, request.Targets, request.Place)

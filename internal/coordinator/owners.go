@@ -22,6 +22,8 @@ const (
 	// would be longer than a deadline, and up to 1,000 s.
 	maxRefusals = 7
 	sameAttempt = 100 * time.Millisecond
+	// firstPause is how soon after its first refusal a controller tries again, at least.
+	firstPause = 5 * time.Millisecond
 	// ownerKept is how long an owner is known after the last call, and refusals count: longer than
 	// a controller pauses.
 	ownerKept = time.Minute
@@ -33,10 +35,11 @@ type owner struct {
 	// held: its calls may wait. asked is when the last one came.
 	held  bool
 	asked time.Time
-	// refusals counts those of the last minute, refused is when the last one was.
-	refusals int
-	refused  time.Time
-	pods     map[drain.UID]struct{}
+	// refusals counts those of the last minute, since is when the first of them was, refused when
+	// the last one was.
+	refusals       int
+	since, refused time.Time
+	pods           map[drain.UID]struct{}
 }
 
 // ownerInTurn returns an error if a workload controller calls that waits for as many other owners
@@ -69,7 +72,9 @@ func (c *Core) ownerInTurn(now time.Time, request Request) error {
 		return nil
 	}
 	if o.refused = now; another {
-		o.refusals++
+		if o.refusals++; o.refusals == 1 {
+			o.since = now
+		}
 	}
 	return ErrTooManyOwners
 }
@@ -79,11 +84,13 @@ func (c *Core) occupies(o *owner) bool {
 	return o.held && slices.ContainsFunc(slices.Collect(maps.Keys(o.pods)), c.waits)
 }
 
-// opens reports whether a call that may not wait opens a drain all the same. The DaemonSet
-// controller chooses a node at random each time: every attempt would take another pod out of
-// traffic.
-func (c *Core) opens(request Request) bool {
-	return request.Controller != "DaemonSet" || c.Ledger.Pod(request.Pod.UID).Draining
+// opens reports whether a call that may not wait opens a drain all the same. A controller chooses
+// at random among equal pods each time, so that only its first attempt for an owner does: each
+// further one could take other pods out of traffic. A DaemonSet never deletes all its pods, as
+// ReplicaSets may, so that what it has chosen first is seldom what it deletes.
+func (c *Core) opens(now time.Time, request Request) bool {
+	return c.Ledger.Pod(request.Pod.UID).Draining ||
+		request.Controller != "DaemonSet" && now.Sub(c.owners[request.Owner].since) < firstPause
 }
 
 // dropOwners forgets owners for which no call has come for a while, and pods that do not wait.

@@ -78,31 +78,39 @@ func TestAControllerIsHeldForFewOwners(t *testing.T) {
 	})
 }
 
-// The DaemonSet controller chooses a node at random each time it tries again. Without this, each
+// Controllers choose at random among equal pods each time they try again. Without this, each
 // attempt takes another pod out of traffic.
-func TestADaemonSetThatIsRefusedLosesNoTraffic(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		n := newNetwork(t)
-		r := n.replica("replica-0", "a")
-		one := n.agent("one", []drain.Service{web}, "replica-0")
-		drainNow := func(owner, name string) error {
-			_, _, err := r.Drain(t.Context(), owned("DaemonSet", owner, name), time.Now().Add(time.Second))
-			return err
-		}
-		if err := drainNow("1", "a"); err != nil {
-			t.Fatal(err)
-		}
-		for _, name := range []string{"b", "c"} {
-			err := drainNow("2", name)
-			if by := one.exclusions.holders(pod(name)); !errors.Is(err, ErrTooManyOwners) || by != "" {
-				t.Errorf("%s of another DaemonSet: %v, excluded by %q", name, err, by)
+func TestAnOwnerThatIsRefusedLosesLittleTraffic(t *testing.T) {
+	for kind, first := range map[string]bool{"DaemonSet": false, "ReplicaSet": true} {
+		synctest.Test(t, func(t *testing.T) {
+			n := newNetwork(t)
+			r := n.replica("replica-0", "a")
+			one := n.agent("one", []drain.Service{web}, "replica-0")
+			drainNow := func(owner, name string) error {
+				_, _, err := r.Drain(t.Context(), owned(kind, owner, name), time.Now().Add(time.Second))
+				return err
 			}
-		}
-		one.say(pod("a"), drain.Idle)
-		if err := drainNow("2", "d"); err != nil || one.exclusions.holders(pod("d")) == "" {
-			t.Errorf("after the first: %v", err)
-		}
-	})
+			for i := range OwnersHeld[kind] {
+				if err := drainNow(fmt.Sprint("held-", i), fmt.Sprint("held-", i)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			for _, name := range []string{"b", "c", "d"} {
+				err := drainNow("2", name)
+				r.mu.Lock()
+				drains := r.core.Ledger.Pod(pod(name).UID).Draining
+				r.mu.Unlock()
+				if !errors.Is(err, ErrTooManyOwners) || drains != (first && name == "b") {
+					t.Errorf("%s of another %s: %v, it drains: %t", name, kind, err, drains)
+				}
+				time.Sleep(firstPause)
+			}
+			one.say(pod("held-0"), drain.Idle)
+			if err := drainNow("2", "e"); err != nil {
+				t.Errorf("%s: after the first: %v", kind, err)
+			}
+		})
+	}
 }
 
 // The back-off of a controller doubles up to 1,000 s, with each failed attempt. Without this, pods
