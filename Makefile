@@ -99,6 +99,7 @@ e2e: haproxy envoy traefik contour node-packages kubernetes build ## three real 
 	@echo "== images, made"; $(MAKE) --no-print-directory images VERSION=dev REGISTRY=docker.io/lameduck
 	@echo "== images, checked"; cd tools/release && LAMEDUCK_DIST=$(DIST) LAMEDUCK_VERSION=dev go test -count=1 -timeout 20m -run '^(TestImages|TestTheSameEverywhere|TestArchive|TestPush)$$' .
 	@echo "== test/cluster/machine"; cd test/cluster && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 15m -v ./machine
+	@echo "== test/e2e: callers"; cd test/e2e && LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout 10m -v ./callers
 	@echo "== test/e2e: kubeproxy, images, quickstart"; cd test/e2e && go vet -tags e2e,long ./... && LAMEDUCK_DIST=$(DIST) LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout 20m -v ./quickstart ./kubeproxy ./images
 	@echo "== test/e2e/nodes"; cd test/e2e && RUNS=$(RUNS) LAMEDUCK_DIST=$(DIST) LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout $$((10 + 20 * $(RUNS)))m -v ./nodes
 

@@ -1,3 +1,5 @@
+//go:build e2e || long
+
 package callers
 
 import (
@@ -73,7 +75,7 @@ func TestCallersBesideLongRequests(t *testing.T) {
 
 	t.Run("ReplicaSets with the hook", func(t *testing.T) {
 		hooked.scaleWeb(0)
-		goal(t, "bystander, seconds", other.slowest(2*time.Second), time.Second, 3*time.Second)
+		goal(t, "bystander, seconds", other.slowest(2*time.Second), time.Second, 5*time.Second)
 		hooked.waited(t, "web-", sets)
 	})
 	t.Run("ReplicaSets without the hook", func(t *testing.T) {
@@ -349,7 +351,7 @@ func (s *shop) longest(t *testing.T, prefix string) (longest time.Duration) {
 // because its barrier waits.
 func (s *shop) waited(t *testing.T, prefix string, want int) {
 	t.Helper()
-	goal(t, "hold, seconds", s.longest(t, prefix), time.Second, 3*time.Second)
+	goal(t, "hold, seconds", s.longest(t, prefix), time.Second, 5*time.Second)
 	deleted := s.deletions(prefix)
 	if len(deleted) != want {
 		t.Errorf("%d deletions of %s, want %d", len(deleted), prefix, want)
