@@ -297,6 +297,9 @@ func (c *Coordinator) Drain(
 		}
 		c.wait(ctx, h)
 	}
+	if h.Err == nil && h.Status.Reason == drain.BarrierWaits {
+		c.seen.left(time.Now(), request.Pod.UID)
+	}
 	return h.Status, h.Waited, h.Err
 }
 

@@ -54,6 +54,15 @@ func TestACallIsReleasedAtRemovedByItsOwnFacts(t *testing.T) {
 		answered(t, worse, "Released Acknowledged held=true after 0s")
 		answered(t, idle, "Released Acknowledged held=true after 50ms")
 		answered(t, again, "Released Acknowledged held=true after 0s")
+
+		b := pod("b")
+		left := r.barrierWaits(b)
+		gateway.say(b, drain.Removed)
+		answered(t, left, "Released BarrierWaits held=true after 0s")
+		r.GatePassed(b.UID)
+		if o := r.View(1, 1).Outcomes[0]; o.Pod != "b" || o.Reason != "BarrierWaits" {
+			t.Errorf("the page shows that %s went by %s", o.Pod, o.Reason)
+		}
 	})
 }
 

@@ -218,6 +218,13 @@ func (h *history) turned(now time.Time, s drain.Status) {
 	}
 }
 
+// left records that a deletion was allowed because the pod's barrier waits for Idle.
+func (h *history) left(now time.Time, uid drain.UID) {
+	if c := h.open[uid]; c != nil && c.released.IsZero() {
+		c.released, c.reason = now, drain.BarrierWaits
+	}
+}
+
 // ended returns how a drain of a pod ended: why its deletion was allowed and how long that took, or
 // why it never was. names and more are those of silent.
 func ended(now time.Time, gate drain.Gate, pod drain.Pod, reason drain.Reason, took time.Duration, names []string,

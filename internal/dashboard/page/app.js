@@ -564,6 +564,7 @@ function drawHealth(v) {
 
 const reasons = {
   Acknowledged: ['good', 'every gateway has acknowledged'],
+  BarrierWaits: ['good', 'gateways had stopped sending to it; its barrier waited for requests in flight'],
   IdleBound: ['warn', 'requests still ran on it when the bound had passed'],
   Deadline: ['bad', 'not every gateway has acknowledged'],
   Suspended: ['bad', 'a gateway that is not waited for any more may still route to it'],
