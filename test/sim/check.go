@@ -452,8 +452,9 @@ func (c *coord) checkDeny(h *call, s drain.Status) {
 }
 
 // checkHeldOwners checks for how many owners the calls of a controller wait, as this replica has
-// decided. One that was refused often may wait beside others, and one whose drain was released when
-// another began to wait: a gateway that is reloaded after that takes the release back.
+// decided. One that was refused often may wait beside others, counting claims of calls that were
+// never answered, and one whose drain was released when another began to wait: a gateway that is
+// reloaded after that takes the release back.
 func (c *coord) checkHeldOwners() {
 	most, held := coordinator.OwnersHeld["DaemonSet"], map[drain.UID]bool{}
 	for _, uid := range sorted(c.room) {
@@ -467,7 +468,7 @@ func (c *coord) checkHeldOwners() {
 			continue
 		}
 		d := c.room[r.Pod.UID]
-		if first := !held[r.Pod.UID]; x.caller.p.crowded >= 7 || first && d != nil && d.released {
+		if first := !held[r.Pod.UID]; x.caller.p.crowded >= 4 || first && d != nil && d.released {
 			most++
 		}
 		held[r.Pod.UID] = true
