@@ -112,11 +112,17 @@ func TestOneAgentDelaysNoOtherNamespace(t *testing.T) {
 		return took, f.end()
 	}
 	control, _ := slowest("nonsense")
-	began := time.Now()
-	took, codes := slowest("agent local t")
-	t.Logf("the slowest answer took %s, and %s beside a stranger; answers %v", took, control, codes)
-	if took > 500*time.Millisecond+4*control {
-		t.Errorf("an answer took %s, and %s beside a stranger who sends the same", took, control)
+	began, good, codes := time.Now(), false, map[int]int{}
+	for try := 0; try < 3 && !good; try++ { // other programs may take the processor meanwhile
+		took, more := slowest("agent local t")
+		t.Logf("the slowest answer took %s, and %s beside a stranger; answers %v", took, control, more)
+		good = took <= 500*time.Millisecond+4*control
+		for code, n := range more {
+			codes[code] += n
+		}
+	}
+	if !good {
+		t.Error("an answer took too long beside an agent, three times, and not beside a stranger who sends the same")
 	}
 	if codes[http.StatusOK] > seldom+int(time.Since(began)/time.Second)+1 || codes[http.StatusTooManyRequests] == 0 {
 		t.Errorf("answers %v", codes)
