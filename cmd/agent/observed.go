@@ -216,8 +216,10 @@ func followAbsent(ctx context.Context, g gateway.Observed, routes []drain.Route,
 		if is.gone {
 			is.mode = wire.GatewayAbsent
 		}
-		if sharer != nil && sharer.Beside() != "" {
-			is.mode = wire.Beside + sharer.Beside()
+		if sharer != nil {
+			if name := sharer.Beside(); name != "" { // it may end at any time
+				is.mode = wire.Beside + name
+			}
 		}
 		switch {
 		case is == was:
